@@ -1,0 +1,1 @@
+"""The library under the pipeline's stages: one module per idea, flat, imports pointing one way."""
