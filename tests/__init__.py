@@ -1,0 +1,1 @@
+"""Tests; `make test` runs all but those marked long."""
