@@ -1,0 +1,281 @@
+"""What every stage runs inside: declared params only, scratch of its own, outputs published whole or not at all.
+
+DVC hashes a stage's dependencies after the run (treeverse/dvc#11058), leaves its child running when it is killed, and
+deletes outputs before a run. So the guard digests the inputs at the start and again at the end, ties the process to its
+parent, keeps resumable work in `$DVC_ROOT/.dvc/tmp/eagle3/<stage>/<digest>`, and publishes by hard links at the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eagle3.atomic_files import publish_directory, publish_file, sha256_of, sha256_of_json
+from eagle3.manifests import NAME as MANIFEST
+from eagle3.params import PARAMS_FILE, params_as_dict, parse_params
+from eagle3.problems import InvalidInput, invalid
+from eagle3.yaml12 import read_yaml
+
+KEPT_DIGESTS = 2
+PR_SET_PDEATHSIG = 1
+
+
+class Declared:
+    """The parameters that dvc.yaml declares for this stage; reading another one is a fault of the stage."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the stage reads `{name}`, which its `params:` in dvc.yaml do not declare")
+
+
+@dataclass
+class Stage:
+    """One run of a stage.
+
+    params: records of the declared sections (`stage.params.train.epochs`); `values` is the same as plain JSON for
+    the manifest. scratch: survives a kill, keyed by the digest of the inputs. figures: numbers for `runs.jsonl`.
+    """
+
+    name: str
+    params: Any
+    values: dict[str, Any]
+    scratch: Path
+    shared_scratch: Path
+    figures: dict[str, float] = field(default_factory=dict)
+    _outs: dict[Path, Path] = field(default_factory=dict)
+
+    def out(self, target: str) -> Path:
+        """A fresh staging path for an output of dvc.yaml; it is moved to `target` when the stage has succeeded."""
+        staged = self.scratch / "out" / target
+        if staged.is_dir():
+            shutil.rmtree(staged)
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        self._outs[Path(target)] = staged
+        return staged
+
+    def publish(self) -> None:
+        for target, staged in self._outs.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (publish_directory if staged.is_dir() else publish_file)(staged, target)
+        shutil.rmtree(self.scratch / "out", ignore_errors=True)
+
+
+def run_stage(name: str, body: Callable[[Stage], None]) -> int:
+    """`main()` of a stage: run `body` under the guard; the exit status. Bad input prints its problems, no traceback."""
+    if len(sys.argv) > 1:
+        print(f"usage: python -m {_module(name)}   (parameters: {PARAMS_FILE}; normally run by: dvc repro {name})")
+        return 0 if sys.argv[1] in ("-h", "--help") else 2
+    try:
+        with _guarded(name) as stage:
+            body(stage)
+    except InvalidInput as error:
+        print(f"{error}\n{name}: failed; nothing was recorded", file=sys.stderr, flush=True)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"{_no_space(name, error)}\n{name}: failed; nothing was recorded", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+@contextmanager
+def _guarded(name: str) -> Iterator[Stage]:
+    die_with_parent()
+    signal.signal(signal.SIGTERM, _terminate)
+    values, params = _declared(name)
+    digest = inputs_digest(name)
+    home = scratch_home() / name
+    home.mkdir(parents=True, exist_ok=True)
+    with _locked(home / f"{digest}.lock"), _measured(name, digest) as figures:
+        scratch = home / digest
+        scratch.mkdir(exist_ok=True)
+        os.utime(scratch)
+        _drop_old_scratch(home, keep=digest)
+        stage = Stage(name, params, values, scratch, home, figures)
+        yield stage
+        if inputs_digest(name) != digest:
+            raise invalid(
+                "inputs-changed",
+                name,
+                "a parameter, a code file or a data dependency changed while the stage ran",
+                "inputs that stay as they are until the stage ends",
+                f"dvc repro {name}",
+                "DVC would record the new inputs with the old output (treeverse/dvc#11058)",
+            )
+        stage.publish()
+
+
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask Linux to signal this process when its parent dies, so that a killed `dvc repro` leaves no orphan."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def scratch_home() -> Path:
+    """DVC names the parent repository in DVC_ROOT, also inside temporary experiments, so these share scratch."""
+    return Path(os.environ.get("DVC_ROOT", ".")).absolute() / ".dvc" / "tmp" / "eagle3"
+
+
+def inputs_digest(name: str) -> str:
+    """sha256 of the declared parameter values and of every dependency that dvc.yaml names for the stage."""
+    spec = _spec(name)
+    deps = {dep: _dep_digest(Path(dep), name) for dep in spec.get("deps", [])}
+    return sha256_of_json([name, _declared(name)[0], deps])
+
+
+def _dep_digest(path: Path, stage: str) -> Any:
+    if path.is_file():
+        return sha256_of(path)
+    if (path / MANIFEST).is_file():
+        return sha256_of(path / MANIFEST)
+    if path.is_dir():
+        return {file.relative_to(path).as_posix(): sha256_of(file) for file in sorted(path.rglob("*")) if file.is_file()}
+    raise invalid(
+        "missing-input", str(path), "no such file or folder", f"a dependency of stage {stage}", f"dvc repro {stage}"
+    )
+
+
+def _module(name: str) -> str:
+    return f"stages.{name.replace('-', '_')}"
+
+
+def _spec(name: str) -> dict[str, Any]:
+    stages = read_yaml(Path("dvc.yaml")).get("stages", {})
+    if name not in stages:
+        raise invalid("no-stage", "dvc.yaml", f"stages {sorted(stages)}", name, "run it from the repository's root")
+    return dict(stages[name])
+
+
+def _declared(name: str) -> tuple[dict[str, Any], Declared]:
+    """The stage's parameters, as plain values and as records; `engines.vllm` gives `engines` with that leaf alone."""
+    params = parse_params(read_yaml(PARAMS_FILE), str(PARAMS_FILE))
+    plain = params_as_dict(params)
+    values: dict[str, Any] = {}
+    records: dict[str, Any] = {}
+    for key in _spec(name).get("params", []):
+        section, _, leaf = key.partition(".")
+        if leaf:
+            values.setdefault(section, {})[leaf] = plain[section][leaf]
+            records[section] = Declared(values[section])
+        else:
+            values[section] = plain[section]
+            records[section] = getattr(params, section)
+    return values, Declared(records)
+
+
+def _terminate(number: int, frame: object) -> None:
+    """SIGTERM unwinds the stage, so that servers stop, and never ends in exit 0."""
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """An exclusive lock on these inputs: a second run with the same ones waits, then finds the work done."""
+    import fcntl  # absent on Windows, where only the light commands run
+
+    with open(path, "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another run of this stage with the same inputs", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _drop_old_scratch(home: Path, keep: str) -> None:
+    """Remove the scratch of other inputs, the newest few excepted; a folder in use is locked and stays."""
+    import fcntl
+
+    folders = [path for path in home.iterdir() if path.is_dir() and len(path.name) == 64 and path.name != keep]
+    for path in sorted(folders, key=lambda folder: folder.stat().st_mtime)[: -KEPT_DIGESTS or None]:
+        with open(home / f"{path.name}.lock", "w", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _measured(name: str, digest: str) -> Iterator[dict[str, float]]:
+    """Append wall time, peak memory and the stage's own figures to runs.jsonl, which nothing hashes."""
+    figures: dict[str, float] = {}
+    start = time.monotonic()
+    peak = _PeakMemory()
+    peak.start()
+    try:
+        yield figures
+    finally:
+        row = {
+            "stage": name,
+            "digest": digest,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - start, 1),
+            "peak_memory_bytes": peak.stop(),
+            "completed": sys.exc_info()[0] is None,
+            **figures,
+        }
+        with open(scratch_home() / "runs.jsonl", "a", encoding="utf-8") as log:
+            log.write(json.dumps(row) + "\n")
+
+
+class _PeakMemory(threading.Thread):
+    """Highest resident memory of this process and all its descendants together, looked at twice a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._stopped = threading.Event()
+        self._peak = 0
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.5):
+            self._peak = max(self._peak, _tree_memory(os.getpid()))
+
+    def stop(self) -> int:
+        self._stopped.set()
+        return max(self._peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _tree_memory(root: int) -> int:
+    """Proportional memory of a process tree in bytes, so that shared pages count once (Linux /proc)."""
+    total, todo = 0, [root]
+    while todo:
+        pid = todo.pop()
+        try:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                todo.extend(map(int, (task / "children").read_text().split()))
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += int(rollup.partition("\nPss:")[2].split()[0]) * 1024
+        except (OSError, IndexError, ValueError):
+            continue  # the process ended meanwhile
+    return total
+
+
+def _no_space(name: str, error: OSError) -> str:
+    free = shutil.disk_usage(".").free
+    return str(
+        invalid(
+            "no-space",
+            str(error.filename or "."),
+            f"{error.strerror}, {free / 2**30:.1f} GiB free",
+            "room for the output of the stage",
+            f"make room (dvc gc -w -a -T --all-experiments drops unused cache), then: dvc repro {name}",
+        )
+    )
