@@ -1,0 +1,127 @@
+"""Acceptance of drafted tokens, predicted by a walk over a known answer and counted from a server.
+
+Acceptance length = tokens emitted per verifier step, bonus token included = 1 + accepted / rounds; it lies in
+[1, k + 1] for k drafted tokens. The acceptance rate at position s is the share of rounds that accepted more than s.
+
+The walk, for a sequence X = prompt + greedy answer whose first answer token has index n0 = len(prompt):
+
+    hidden state i and token X[i+1]  ->  draft step 0 predicts X[i+2]        = predictions[0][i]
+    ... and token X[i+2]             ->  draft step 1 predicts X[i+3]        = predictions[1][i]
+
+    a round at n looks at predictions[s][n-1] for s = 0..k-1, which propose X[n+1], X[n+2], ...
+    it accepts the leading a that are right, the verifier adds one token, and the next round starts at n + a + 1.
+
+Teacher forcing in the predictions is harmless: step s counts only if all earlier steps were right. A walk differs from
+1 + the sum of accuracies, which weighs every position alike although rounds start more often at hard places.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LOOP_NGRAM = 8
+
+
+@dataclass(frozen=True)
+class Round:
+    """One drafting round: `position` is the index n of the newest known token, `accepted` how many drafts were right."""
+
+    position: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counts over rounds. accepted_per_position[s] = rounds that accepted more than s drafts."""
+
+    rounds: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def length(self) -> float:
+        return 1.0 + sum(self.accepted_per_position) / self.rounds if self.rounds else 1.0
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return tuple(count / self.rounds if self.rounds else 0.0 for count in self.accepted_per_position)
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        pairs = zip(self.accepted_per_position, other.accepted_per_position, strict=True)
+        return Acceptance(self.rounds + other.rounds, tuple(a + b for a, b in pairs))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers rounded to six digits, so that a report is the same bytes on every machine."""
+        return {
+            "rounds": self.rounds,
+            "accepted_per_position": list(self.accepted_per_position),
+            "acceptance_length": round(self.length, 6),
+            "rate_per_position": [round(rate, 6) for rate in self.rates],
+        }
+
+
+def walk(predictions_sT: Sequence[Sequence[int]], tokens_T: Sequence[int], num_prompt: int, k: int) -> list[Round]:
+    """The rounds of a server that drafts k tokens at batch 1 and greedily emits exactly `tokens_T`.
+
+    predictions_sT: at least k rows of verifier ids; row s, index i predicts tokens_T[i + 2 + s].
+
+    >>> walk([[0, 7, 9, 0], [0, 8, 0, 0]], [5, 6, 7, 8, 9], num_prompt=2, k=2)
+    [Round(position=2, accepted=0), Round(position=3, accepted=1)]
+    """
+    assert len(predictions_sT) >= k, (len(predictions_sT), k)
+    rounds = []
+    n, last = num_prompt, len(tokens_T) - 1
+    while n < last:
+        accepted = 0
+        while accepted < k and n + 1 + accepted <= last and predictions_sT[accepted][n - 1] == tokens_T[n + 1 + accepted]:
+            accepted += 1
+        rounds.append(Round(n, accepted))
+        n += accepted + 1
+    return rounds
+
+
+def rounds_from_chunks(num_prompt: int, chunk_sizes: Sequence[int]) -> list[Round]:
+    """The rounds behind a streamed answer: the first chunk is the prefill's token, each further one a round."""
+    rounds = []
+    n = num_prompt + chunk_sizes[0] - 1 if chunk_sizes else num_prompt
+    for size in chunk_sizes[1:]:
+        rounds.append(Round(n, size - 1))
+        n += size
+    return rounds
+
+
+def acceptance_of(rounds: Iterable[Round], k: int) -> Acceptance:
+    counts = [round_.accepted for round_ in rounds]
+    return Acceptance(len(counts), tuple(sum(count > s for count in counts) for s in range(k)))
+
+
+def without_loops(rounds: Iterable[Round], tokens_T: Sequence[int], ngram: int = LOOP_NGRAM) -> list[Round]:
+    """Rounds whose newest `ngram` tokens did not occur before in the sequence.
+
+    A small model that repeats itself makes drafting easy; a figure without these rounds shows what is left.
+    """
+    first_end: dict[tuple[int, ...], int] = {}
+    for end in range(ngram - 1, len(tokens_T)):
+        first_end.setdefault(tuple(tokens_T[end - ngram + 1 : end + 1]), end)
+    kept = []
+    for round_ in rounds:
+        newest = tuple(tokens_T[max(0, round_.position - ngram + 1) : round_.position + 1])
+        if first_end.get(newest, round_.position) >= round_.position:
+            kept.append(round_)
+    return kept
+
+
+def bootstrap_interval(prompts: Sequence[Acceptance], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """95% interval of the acceptance length, resampling whole prompts (rounds of one answer are not independent)."""
+    assert prompts, "no prompts to resample"
+    pairs = [(prompt.rounds, sum(prompt.accepted_per_position)) for prompt in prompts]
+    generator = random.Random(seed)
+    lengths = []
+    for _ in range(draws):
+        chosen = generator.choices(pairs, k=len(pairs))
+        rounds = sum(pair[0] for pair in chosen)
+        lengths.append(1.0 + sum(pair[1] for pair in chosen) / rounds if rounds else 1.0)
+    lengths.sort()
+    return lengths[int(0.025 * draws)], lengths[int(0.975 * draws) - 1]
