@@ -1,0 +1,85 @@
+"""The rules of the cut, as tests: import layers, exact dependencies and parameters in dvc.yaml, no cycles."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3.params import RECORDS
+from tests.code_deps import ROOT, closure, imports_of, module_of, stages
+
+STAGES = stages()
+MODULES = sorted((ROOT / "eagle3").glob("*.py"))
+STAGE_MODULES = sorted((ROOT / "stages").glob("*.py"))
+
+# The only modules that may import each heavy library, anywhere in the file.
+OWNERS: dict[str, set[str]] = {}
+LIGHT = set(sys.stdlib_module_names) | {"cerberus", "yaml", "eagle3"}
+# Light modules that do not need even PyYAML or cerberus at import time are measured in test_command_line.
+
+
+def third_party(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports_of(path)} - LIGHT - {"__future__", "stages"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_code_deps_are_exactly_the_transitive_imports(name):
+    declared = {dep for dep in STAGES[name]["deps"] if dep.endswith(".py")}
+    assert declared == closure(module_of(STAGES[name])), "run: python -m tests.code_deps"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_params_are_exactly_the_sections_that_the_stage_reads(name):
+    tree = ast.parse((ROOT / f"{module_of(STAGES[name]).replace('.', '/')}.py").read_text())
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("stage.params", "stage.params.engines"):
+            section = "engines." if ast.unparse(node.value).endswith("engines") else ""
+            read.add(section + node.attr)
+    assert read - {"engines"} == set(STAGES[name].get("params", []))
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stage_name_is_its_module_and_its_command_is_static(name):
+    assert STAGES[name]["cmd"] == f"python -m stages.{name.replace('-', '_')}"
+    assert "${" not in (ROOT / "dvc.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_no_out_is_uncached_or_persistent(name):
+    for out in STAGES[name].get("outs", []):
+        options = next(iter(out.values())) if isinstance(out, dict) else {}
+        assert set(options) <= {"push"}, "cache: false and persist: true switch the run cache off"
+
+
+def test_every_section_of_params_has_a_reader():
+    read = {key.split(".")[0] for stage in STAGES.values() for key in stage.get("params", [])}
+    assert read == set(RECORDS) | {"seed"}
+
+
+def test_modules_import_one_way():
+    graph = {
+        path.stem: {name.split(".")[1] for name in imports_of(path) if name.startswith("eagle3.")} & {m.stem for m in MODULES}
+        for path in MODULES
+    }
+    assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_the_library_never_imports_a_stage(path):
+    assert not [name for name in imports_of(path) if name.split(".")[0] == "stages"]
+
+
+@pytest.mark.parametrize("path", [ROOT / "eagle3/__init__.py", ROOT / "stages/__init__.py"], ids=str)
+def test_package_files_hold_a_docstring_at_most(path):
+    assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body)
+
+
+@pytest.mark.parametrize("path", [*MODULES, *STAGE_MODULES], ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_file_opens_with_what_it_holds(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
