@@ -27,7 +27,7 @@ LOOP_NGRAM = 8
 
 @dataclass(frozen=True)
 class Round:
-    """One drafting round: `position` is the index n of the newest known token, `accepted` how many drafts were right."""
+    """One drafting round. position: index n of the newest known token; accepted: how many drafts were right."""
 
     position: int
     accepted: int
@@ -74,27 +74,21 @@ def walk(predictions_sT: Sequence[Sequence[int]], tokens_T: Sequence[int], num_p
     rounds = []
     n, last = num_prompt, len(tokens_T) - 1
     while n < last:
-        accepted = 0
-        while accepted < k and n + 1 + accepted <= last and predictions_sT[accepted][n - 1] == tokens_T[n + 1 + accepted]:
+        accepted, limit = 0, min(k, last - n)
+        while accepted < limit and predictions_sT[accepted][n - 1] == tokens_T[n + 1 + accepted]:
             accepted += 1
         rounds.append(Round(n, accepted))
         n += accepted + 1
     return rounds
 
 
-def rounds_from_chunks(num_prompt: int, chunk_sizes: Sequence[int]) -> list[Round]:
-    """The rounds behind a streamed answer: the first chunk is the prefill's token, each further one a round."""
-    rounds = []
-    n = num_prompt + chunk_sizes[0] - 1 if chunk_sizes else num_prompt
-    for size in chunk_sizes[1:]:
-        rounds.append(Round(n, size - 1))
-        n += size
-    return rounds
-
-
 def acceptance_of(rounds: Iterable[Round], k: int) -> Acceptance:
-    counts = [round_.accepted for round_ in rounds]
-    return Acceptance(len(counts), tuple(sum(count > s for count in counts) for s in range(k)))
+    return acceptance_of_counts([round_.accepted for round_ in rounds], k)
+
+
+def acceptance_of_counts(accepted: Sequence[int], k: int) -> Acceptance:
+    """accepted: for each round, how many of its k drafts were right."""
+    return Acceptance(len(accepted), tuple(sum(count > s for count in accepted) for s in range(k)))
 
 
 def without_loops(rounds: Iterable[Round], tokens_T: Sequence[int], ngram: int = LOOP_NGRAM) -> list[Round]:

@@ -42,7 +42,8 @@ def write_json(path: Path, value: Any) -> None:
 def link_or_copy(source: Path, target: Path) -> None:
     """A hard link where the file system allows it, so that an output costs no second copy; else a copy."""
     try:
-        os.link(source, target)
+        # a symbolic link (of a DVC cache on another disk) is followed: a link to a link would dangle elsewhere
+        os.link(source.resolve(), target)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
             raise
@@ -83,4 +84,5 @@ def sha256_of(path: Path) -> str:
 
 def sha256_of_json(value: Any) -> str:
     """The digest of a JSON value in its canonical spelling."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()

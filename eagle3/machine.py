@@ -16,11 +16,24 @@ from eagle3.yaml12 import read_yaml
 
 @dataclass(frozen=True)
 class Machine:
-    """null everywhere = what is visible: every GPU, else the CPU with all its cores."""
+    """null everywhere = what is visible: every GPU, else the CPU with all its cores; any free port for the server."""
 
     tensor_parallel_size: int | None = integer(1, nullable=True)
     cpu_threads: int | None = integer(1, nullable=True)
     kv_cache_gib: int | None = integer(1, nullable=True)
+    port: int | None = integer(1, 65535, nullable=True)
+
+
+def cores_by_rank(num_ranks: int, num_threads: int | None = None) -> str:
+    """`0,1|2,3`: this process's cores dealt out to vLLM's CPU workers, as VLLM_CPU_OMP_THREADS_BIND takes them.
+
+    num_threads: cores of all ranks together, None = all. vLLM 0.32.0 itself keeps one core back for each rank, so that
+    two ranks find none on two cores.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:num_threads]
+    share = max(1, len(cores) // num_ranks)
+    dealt = (cores[rank * share : (rank + 1) * share] or cores[-1:] for rank in range(num_ranks))
+    return "|".join(",".join(map(str, one)) for one in dealt)
 
 
 DEFAULT = Machine(**{item.name: None for item in fields(Machine)})

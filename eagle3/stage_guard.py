@@ -146,7 +146,8 @@ def _dep_digest(path: Path, stage: str) -> Any:
     if (path / MANIFEST).is_file():
         return sha256_of(path / MANIFEST)
     if path.is_dir():
-        return {file.relative_to(path).as_posix(): sha256_of(file) for file in sorted(path.rglob("*")) if file.is_file()}
+        files = (file for file in sorted(path.rglob("*")) if file.is_file())
+        return {file.relative_to(path).as_posix(): sha256_of(file) for file in files}
     raise invalid(
         "missing-input", str(path), "no such file or folder", f"a dependency of stage {stage}", f"dvc repro {stage}"
     )

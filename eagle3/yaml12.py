@@ -20,7 +20,7 @@ from eagle3.problems import invalid
 class CoreLoader(yaml.SafeLoader):
     """Safe types only; null, bool, int and float as in YAML 1.2.2 section 10.3.2; repeated keys are refused."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML declares it so
 
 
 _SCALARS = (
@@ -48,7 +48,7 @@ def _float(loader: CoreLoader, node: yaml.ScalarNode) -> float:
 
 
 def _mapping(loader: CoreLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     for index, key in enumerate(keys):
         if key in keys[:index]:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
@@ -63,7 +63,7 @@ CoreLoader.add_constructor("tag:yaml.org,2002:map", _mapping)
 def parse_yaml(text: str, where: str) -> Any:
     """The value of one YAML document; `InvalidInput` names the line of a syntax error, a tag or a repeated key."""
     try:
-        return yaml.load(text, Loader=CoreLoader)  # noqa: S506 - CoreLoader derives from SafeLoader
+        return yaml.load(text, Loader=CoreLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""

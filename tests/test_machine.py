@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from eagle3.machine import DEFAULT, read_machine
+from eagle3.machine import DEFAULT, cores_by_rank, read_machine
 from eagle3.problems import InvalidInput
 
 
@@ -23,5 +25,13 @@ def test_the_file_at_dvc_root_wins_over_the_working_folder(tmp_path, monkeypatch
 @pytest.mark.parametrize("text", ["cpu_thread: 2", "cpu_threads: true", "cpu_threads: 0", "[1]", "cpu_threads: ["])
 def test_a_wrong_file_is_refused_by_name(tmp_path, text):
     (tmp_path / "machine.yaml").write_text(text)
-    with pytest.raises(InvalidInput, match="machine.yaml"):
+    with pytest.raises(InvalidInput, match=r"machine\.yaml"):
         read_machine(tmp_path)
+
+
+def test_cores_are_dealt_out_to_ranks_and_shared_where_there_are_too_few():
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    assert cores_by_rank(1) == ",".join(cores)
+    assert cores_by_rank(1, num_threads=1) == cores[0]
+    assert cores_by_rank(len(cores)) == "|".join(cores)
+    assert cores_by_rank(2, num_threads=1) == f"{cores[0]}|{cores[0]}"

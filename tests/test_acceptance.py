@@ -1,0 +1,116 @@
+"""The walk, drawn for its first rounds, and the algebra of acceptance counts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3.acceptance import (
+    Acceptance,
+    Round,
+    acceptance_of,
+    acceptance_of_counts,
+    bootstrap_interval,
+    walk,
+    without_loops,
+)
+
+TOKENS = st.integers(0, 3)  # few of them, so that many predictions are right
+
+
+@st.composite
+def sequences(draw):
+    """A prompt with its answer, predictions for every position, and k."""
+    k = draw(st.integers(1, 4))
+    tokens = draw(st.lists(TOKENS, min_size=2, max_size=30))
+    num_prompt = draw(st.integers(1, len(tokens) - 1))
+    rows = [draw(st.lists(TOKENS, min_size=len(tokens), max_size=len(tokens))) for _ in range(k)]
+    return rows, tokens, num_prompt, k
+
+
+def test_the_walk_as_it_is_drawn():
+    #  index                  0   1   2   3   4   5   6   7
+    tokens = [10, 11, 12, 13, 14, 15, 16, 17]  # prompt 10 11 12, answer 13 14 15 16 17
+    step_0 = [0, 0, 0, 0, 0, 0, 0, 0]
+    step_1 = [0, 0, 0, 0, 0, 0, 0, 0]
+    step_2 = [0, 0, 0, 0, 0, 0, 0, 0]
+    # n = 3: token 13 is known; hidden state 2 and token 3 propose tokens 4, 5, 6: two right, one wrong
+    step_0[2], step_1[2], step_2[2] = 14, 15, 99
+    # n = 3 + 2 + 1 = 6: the verifier gave 16; hidden state 5 proposes token 7 and what would come after the end
+    step_0[5], step_1[5] = 17, 18
+    rounds = walk([step_0, step_1, step_2], tokens, num_prompt=3, k=3)
+    assert rounds == [Round(3, 2), Round(6, 1)]
+    assert acceptance_of(rounds, 3) == Acceptance(2, (2, 1, 0))
+    assert acceptance_of(rounds, 3).length == 1 + 3 / 2
+    assert acceptance_of(rounds, 3).rates == (1.0, 0.5, 0.0)
+
+
+@given(sequences())
+def test_rounds_cover_the_answer_without_a_gap(case):
+    rows, tokens, num_prompt, k = case
+    rounds = walk(rows, tokens, num_prompt, k)
+    last = len(tokens) - 1
+    position = num_prompt
+    for round_ in rounds:
+        assert round_.position == position
+        position += round_.accepted + 1
+    assert position in ((last, last + 1) if rounds else (num_prompt,))
+
+
+@given(sequences())
+def test_acceptance_length_lies_between_1_and_k_plus_1(case):
+    rows, tokens, num_prompt, k = case
+    acceptance = acceptance_of(walk(rows, tokens, num_prompt, k), k)
+    assert 1.0 <= acceptance.length <= k + 1
+    assert all(0.0 <= rate <= 1.0 for rate in acceptance.rates)
+    assert list(acceptance.rates) == sorted(acceptance.rates, reverse=True)
+
+
+@given(sequences())
+def test_right_predictions_are_all_accepted_and_wrong_ones_none(case):
+    _, tokens, num_prompt, k = case
+    last = len(tokens) - 1
+    right = [[tokens[min(i + 2 + s, last)] for i in range(len(tokens))] for s in range(k)]
+    assert all(round_.accepted == min(k, last - round_.position) for round_ in walk(right, tokens, num_prompt, k))
+    wrong = [[-1] * len(tokens)] * k
+    assert walk(wrong, tokens, num_prompt, k) == [Round(n, 0) for n in range(num_prompt, last)]
+
+
+@given(sequences())
+def test_more_drafts_never_need_more_rounds(case):
+    rows, tokens, num_prompt, k = case
+    assert len(walk(rows, tokens, num_prompt, k)) <= len(walk(rows, tokens, num_prompt, k - 1))
+
+
+@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
+def test_counts_add_up(one, other):
+    assert acceptance_of_counts(one, 3) + acceptance_of_counts(other, 3) == acceptance_of_counts(one + other, 3)
+
+
+def test_no_rounds_have_length_one():
+    assert Acceptance(0, (0, 0)).length == 1.0
+    assert Acceptance(0, (0, 0)).as_dict()["rate_per_position"] == [0.0, 0.0]
+
+
+def test_rounds_inside_a_repetition_are_left_out():
+    #          0  1  2  3  4  5  6  7
+    tokens = [9, 1, 2, 3, 1, 2, 3, 4]
+    rounds = [Round(3, 0), Round(5, 0), Round(6, 0), Round(7, 0)]
+    # the newest three tokens at 6 are 1 2 3, seen before at 3; those at 5 (3 1 2) and at 7 (2 3 4) are new
+    assert without_loops(rounds, tokens, ngram=3) == [Round(3, 0), Round(5, 0), Round(7, 0)]
+
+
+@given(sequences())
+def test_an_answer_without_repetition_loses_no_round(case):
+    rows, tokens, num_prompt, k = case
+    rounds = walk(rows, tokens, num_prompt, k)
+    assert without_loops(rounds, list(range(len(tokens)))) == rounds
+    assert set(without_loops(rounds, tokens)) <= set(rounds)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=6))
+def test_the_interval_is_a_function_of_its_prompts_and_lies_in_their_range(prompts):
+    parts = [acceptance_of_counts(prompt, 3) for prompt in prompts]
+    low, high = bootstrap_interval(parts, draws=50)
+    assert (low, high) == bootstrap_interval(parts, draws=50)
+    assert min(part.length for part in parts) <= low <= high <= max(part.length for part in parts)
