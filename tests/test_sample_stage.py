@@ -1,0 +1,240 @@
+"""The stage with the real engine on a tiny verifier: exact masks, same bytes after a kill, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eagle3.answers import Answering, Generation, Prompt
+from eagle3.machine import DEFAULT
+from eagle3.manifests import read_manifest, verify_files
+from eagle3.problems import InvalidInput
+from eagle3.samples import Sample, read_samples
+from tests.tiny import tiny_tokenizer, tiny_verifier, write_conversations
+
+ROOT = Path(__file__).parent.parent
+# One thread: a tiny model gains nothing from two, and on busy cores two wait for each other.
+MACHINE = "cpu_threads: 1\nkv_cache_gib: 1\n"
+SAMPLE = {
+    **{"sources": [{"file": "tiny.jsonl"}], "max_train": 140, "max_val": 4, "max_eval": 17, "min_eval": 2},
+    **{"val_percent": 10, "eval_percent": 20, "max_new_tokens": 8, "max_model_len": 128, "temperature": 0.0},
+}
+TEXTS = [f"What is {number} times {number + 3}?" for number in range(230)]
+FAULTY = ["What is 0 times 3?", "why " * 200, " "]
+
+
+def make_repository(folder: Path) -> Path:
+    """What the stage reads: Git, dvc.yaml, params.yaml, conversations, a tiny verifier, machine.yaml."""
+    for name in ("eagle3", "stages", "dvc.yaml", "params.yaml"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, folder / name)
+    tiny_verifier(folder / "verifier")
+    write_conversations(folder / "data" / "conversations" / "tiny.jsonl", TEXTS + FAULTY)
+    (folder / "machine.yaml").write_text(MACHINE)
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    subprocess.run(["git", "add", "data"], cwd=folder, check=True)
+    set_params(folder, sample=SAMPLE, verifier={"source": "verifier"})
+    return folder
+
+
+def set_params(folder: Path, **sections: dict[str, Any]) -> None:
+    params = yaml.safe_load((folder / "params.yaml").read_text())
+    for section, values in sections.items():
+        params[section].update(values)
+    (folder / "params.yaml").write_text(yaml.safe_dump(params))
+
+
+def start_stage(folder: Path) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "VLLM_"))}
+    environment["XDG_CACHE_HOME"] = str(folder / "cache")
+    return subprocess.Popen(
+        [sys.executable, "-m", "stages.sample"],
+        **{"cwd": folder, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    )
+
+
+def run_stage(folder: Path) -> str:
+    stage = start_stage(folder)
+    stdout, stderr = stage.communicate(timeout=300)
+    assert stage.returncode == 0, stderr[-4000:]
+    return stdout
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "data" / "samples").iterdir())}
+
+
+def chunks(folder: Path) -> list[Path]:
+    return sorted((folder / ".dvc" / "tmp" / "eagle3" / "sample").glob("*/answers-*.json"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = make_repository(tmp_path_factory.mktemp("finished"))
+    return folder, run_stage(folder)
+
+
+@pytest.mark.engine
+def test_the_stage_accounts_for_every_row(finished: tuple[Path, str]) -> None:
+    folder, said = finished
+    manifest = read_manifest(folder / "data" / "samples", "sample")
+    verify_files(folder / "data" / "samples", manifest)
+    counts = manifest.counts
+    assert counts["read"] == len(TEXTS) + 3 == counts["kept"] + counts["skipped"] + counts["failed"]
+    assert {split: counts[split] for split in ("train", "val", "eval")} == {"train": 140, "val": 4, "eval": 17}
+    reasons = manifest.decisions["skipped_by_reason"]
+    assert {reasons[name] for name in ("duplicate", "too_long", "empty")} == {1}
+    assert set(manifest.files) == {"samples.parquet", "skipped.jsonl"}
+    assert manifest.decisions["special_token_ids"] == [0, 1, 2]
+    assert said.splitlines()[-1].startswith(f"sample: read {len(TEXTS) + 3}, kept 161, ")
+    assert str(folder) not in (folder / "data" / "samples" / "manifest.json").read_text()
+
+
+@pytest.mark.engine
+def test_masks_cover_what_was_generated_and_the_prompt_is_the_rendered_template(finished: tuple[Path, str]) -> None:
+    tokenizer = tiny_tokenizer()
+    samples = read_samples(finished[0] / "data" / "samples")
+    assert len({sample.conversation_id for sample in samples}) == len(samples)
+    for sample in samples:
+        prompt, answer = sample.input_ids[: sample.num_prompt], sample.input_ids[sample.num_prompt :]
+        asked = tokenizer.decode(prompt).removeprefix("<|im_start|>user\n")
+        assert asked.removesuffix("<|im_end|>\n<|im_start|>assistant\n") in TEXTS
+        assert sample.loss_mask == [False] * len(prompt) + [True] * len(answer)
+        assert (answer[-1] == tokenizer.eos_token_id) == (sample.finish_reason == "stop")
+        assert sample.finish_reason == "stop" or len(answer) == SAMPLE["max_new_tokens"]
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+
+
+@pytest.mark.engine
+def test_a_killed_run_resumes_to_the_bytes_of_an_undisturbed_one(finished: tuple[Path, str], tmp_path: Path) -> None:
+    folder = make_repository(tmp_path)
+    stage = start_stage(folder)
+    while not chunks(folder) and stage.poll() is None:
+        time.sleep(0.02)
+    stage.send_signal(signal.SIGKILL)
+    assert stage.wait(timeout=30) == -signal.SIGKILL
+    survived = {path: path.stat().st_mtime_ns for path in chunks(folder)}
+    assert 0 < len(survived) < len(chunks(finished[0]))
+    assert not (folder / "data" / "samples").exists()
+    run_stage(folder)
+    assert bytes_of(folder) == bytes_of(finished[0])
+    assert {path: path.stat().st_mtime_ns for path in survived} == survived
+
+
+@pytest.mark.engine
+def test_other_weights_under_the_same_path_never_reuse_old_answers(finished: tuple[Path, str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(finished[0], tmp_path / "copy"))
+    before = set(chunks(folder))
+    tiny_verifier(folder / "verifier", seed=1)
+    run_stage(folder)
+    assert bytes_of(folder)["samples.parquet"] != bytes_of(finished[0])["samples.parquet"]
+    assert len(set(chunks(folder)) - before) == len(before)
+
+
+@pytest.fixture(scope="module")
+def engine(finished: tuple[Path, str]) -> Iterator[Any]:
+    from eagle3.vllm_engine import start_engine, stop_engine
+    from stages.sample import ENGINE_OPTIONS
+
+    machine = replace(DEFAULT, cpu_threads=1, kv_cache_gib=1)
+    started = start_engine(finished[0] / "verifier", machine, 128, False, **ENGINE_OPTIONS)
+    yield started
+    stop_engine(started)
+
+
+def answering(engine: Any, scratch: Path, temperature: float = 0.0) -> Answering:
+    return Answering(Generation("0" * 64, {"vllm": "0.32.0"}, 0, temperature, 8, 128), scratch, lambda: engine)
+
+
+def prompts_of(samples: list[Sample]) -> list[Prompt]:
+    return [Prompt(sample.conversation_id, sample.input_ids[: sample.num_prompt]) for sample in samples]
+
+
+@pytest.mark.engine
+def test_eval_answers_are_those_of_one_request_at_a_time(
+    finished: tuple[Path, str], engine: Any, tmp_path: Path
+) -> None:
+    samples = [row for row in read_samples(finished[0] / "data" / "samples") if row.split == "eval"]
+    found, _ = answering(engine, tmp_path).answers(prompts_of(samples)[::-1], together=False, label="")
+    assert [answer.output_ids for answer in found] == [row.input_ids[row.num_prompt :] for row in reversed(samples)]
+
+
+@pytest.mark.engine
+def test_at_a_temperature_the_seed_of_the_conversation_decides(
+    finished: tuple[Path, str], engine: Any, tmp_path: Path
+) -> None:
+    asked = prompts_of(read_samples(finished[0] / "data" / "samples")[:6])
+    runs = [
+        answering(engine, tmp_path / name, temperature).answers(asked, together=False, label="")[0]
+        for name, temperature in (("one", 1.0), ("two", 1.0), ("greedy", 0.0))
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    twins = [Prompt(name, asked[0].input_ids) for name in ("one", "two")]
+    first, second = answering(engine, tmp_path, 1.0).answers(twins, together=True, label="")[0]
+    assert first.output_ids != second.output_ids
+
+
+@pytest.mark.engine
+def test_what_the_engine_refuses_is_bad_input_in_its_own_words(engine: Any) -> None:
+    from vllm import SamplingParams
+
+    from eagle3.vllm_engine import generate
+
+    with pytest.raises(InvalidInput, match="out of vocabulary"):
+        generate(engine, [[1, 9999]], [SamplingParams(max_tokens=2)])
+    with pytest.raises(AssertionError):
+        generate(engine, [[1] * 127], [SamplingParams(max_tokens=2)])
+    assert generate(engine, [[1] * 126], [SamplingParams(max_tokens=2)])
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("engines", {"vllm": "0.31.0"}, ["engine-version", "engines.vllm=0.32.0"]),
+        ("verifier", {"source": "elsewhere"}, ["verifier-missing", "verifier.source"]),
+        ("verifier", {"sha256": "0" * 64}, ["verifier-changed", "verifier.sha256"]),
+        ("sample", {"max_model_len": 513}, ["window", "sample.max_model_len"]),
+        ("sample", {"max_model_len": 20}, ["too-few-prompts", "too_long"]),
+        ("sample", {"min_eval": 100, "max_eval": 100}, ["too-few-prompts", "sample.min_eval"]),
+        ("sample", {"sources": [{"file": "other.jsonl"}]}, ["source-absent", "source-unnamed"]),
+        ("sample", {"temperature": "hot"}, ["sample.temperature"]),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
+    tmp_path: Path, section: str, change: dict[str, Any], said: list[str]
+) -> None:
+    folder = make_repository(tmp_path)
+    (folder / "data" / "samples").mkdir()
+    (folder / "data" / "samples" / "manifest.json").write_text("earlier")
+    set_params(folder, **{section: change})
+    stage = start_stage(folder)
+    stdout, stderr = stage.communicate(timeout=120)
+    assert stage.returncode == 1
+    assert "Traceback" not in stdout + stderr
+    for words in said:
+        assert words in stderr
+    assert bytes_of(folder) == {"manifest.json": b"earlier"}
+
+
+def test_an_engine_that_cannot_start_is_bad_input(tmp_path: Path) -> None:
+    from eagle3.vllm_engine import start_engine
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(InvalidInput, match="no_such_model") as error:
+        start_engine(tmp_path, DEFAULT, 128, False)
+    assert "machine.yaml" in error.value.problems[0].fix
