@@ -1,0 +1,68 @@
+"""data/samples, verifier -> data/hidden_states; by hand, in the repository's root: python -m stages.extract."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from eagle3.atomic_files import link_or_copy
+from eagle3.engines import require_engine
+from eagle3.extraction import extract_shards, input_problems, start_extraction
+from eagle3.hidden_states import STORE_DTYPE, plan_shards
+from eagle3.layer_ids import stored_layer_ids
+from eagle3.machine import read_machine
+from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
+from eagle3.problems import InvalidInput
+from eagle3.samples import read_samples
+from eagle3.shard_file import check_sizes, clean_scratch, require_space
+from eagle3.stage_guard import Stage, run_stage
+from eagle3.verifier import require_window, resolve_verifier
+
+SAMPLES = Path("data/samples")
+
+
+def run(stage: Stage) -> None:
+    """Shards that an earlier run made of the same inputs are taken from scratch; only the others need the engine."""
+    params, trust_remote_code = stage.params.extract, stage.params.verifier.trust_remote_code
+    engines = require_engine("vllm", stage.params.engines.vllm)
+    made = read_manifest(SAMPLES, "sample")
+    verify_files(SAMPLES, made)
+    verifier = resolve_verifier(stage.params.verifier)
+    if problems := list(input_problems(made, verifier, params.aux_layer_ids)):
+        raise InvalidInput(*problems)
+    samples = read_samples(SAMPLES)
+    num_layers, hidden_size = (verifier.text_config[key] for key in ("num_hidden_layers", "hidden_size"))
+    layer_ids = stored_layer_ids(params.aux_layer_ids, num_layers)
+    origin = {"verifier": verifier.sha256, "layer_ids": layer_ids, **engines}
+    shards = plan_shards(samples, origin, params.samples_per_shard, len(layer_ids), hidden_size)
+
+    home, folder = stage.shared_scratch, stage.out("data/hidden_states")
+    folder.mkdir(parents=True)
+    clean_scratch(home, shards)
+    check_sizes(home, shards)
+    missing = [shard for shard in shards if not (home / shard.name).exists()]
+    if missing:
+        require_space(home, missing)
+        # the sample stage's window, so that rope scaling that looks at it is the same; one token more must fit
+        window = max(made.params["sample"]["max_model_len"], 1 + max(len(one.input_ids) for one in samples))
+        require_window(verifier, window)
+        engine = start_extraction(verifier, read_machine(), window, trust_remote_code, layer_ids)
+        greedy = made.decisions["generation"]["temperature"] == 0
+        done = extract_shards(engine, missing, home, layer_ids, greedy)
+        stage.figures["tokens_per_second"] = done.tokens_per_second
+        stage.figures["bytes_written"] = sum(shard.num_bytes for shard in missing)
+    for shard in shards:
+        link_or_copy(home / shard.name, folder / shard.name)
+
+    decisions = {"aux_layer_ids": params.aux_layer_ids, "hidden_size": hidden_size}
+    decisions |= {"num_hidden_layers": num_layers, "dtype": STORE_DTYPE}
+    counts = {"samples": len(samples), "tokens": sum(shard.num_tokens for shard in shards), "shards": len(shards)}
+    inputs = {"samples": made.as_dict()}
+    write_manifest(folder, Manifest("extract", stage.values, inputs, verifier.identity(), engines, counts, decisions))
+    now = f"{len(missing)} made now: {done}" if missing else "all made by an earlier run"
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items())
+    print(f"extract: {listed}, {sum(shard.num_bytes for shard in shards) / 1e9:.2f} GB ({now})", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_stage("extract", run))

@@ -1,0 +1,191 @@
+"""The real engine's states against an independent forward by transformers, however the engine batches them."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3.extraction import extracted
+from eagle3.hidden_states import Shard, map_shard, plan_shards
+from eagle3.layer_ids import stored_layer_ids
+from eagle3.machine import DEFAULT
+from eagle3.shard_file import ShardFile
+from eagle3.vllm_engine import prepare_environment, start_engine, stop_engine
+from tests.tiny import tiny_verifier
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parent.parent
+NUM_LAYERS, HIDDEN = 6, 64
+LAYER_IDS = stored_layer_ids([0, 2, 3, 5], NUM_LAYERS)
+# Sizes at which a prompt of 200 tokens is prefilled in chunks, and prompts of one prefix share cached blocks.
+SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32, "enable_prefix_caching": True}
+WINDOW = 256
+# Relative L2: bf16 against float32 through six layers of wide weights, and a layer against its neighbour.
+SAME, STRANGE = 0.06, 0.3
+
+
+@dataclass(frozen=True)
+class Stored:
+    sample_id: str
+    input_ids: list[int]
+    split: str = "train"
+    num_prompt: int = 1
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        return [False, *[True] * (len(self.input_ids) - 1)]
+
+
+def random_samples() -> list[Stored]:
+    """Eight prompts of 2 to 255 tokens; half of them begin with the same 100."""
+    draw = random.Random(0)
+    lengths = [2, 31, 64, 101, 140, 200, 254, WINDOW - 1]
+    prefix = draw.choices(range(3, 320), k=100)
+    drawn = [draw.choices(range(3, 320), k=length) for length in lengths]
+    return [
+        Stored(f"s{number}", ([*prefix, *ids[100:]] if number % 2 else ids)[: lengths[number]])
+        for number, ids in enumerate(drawn)
+    ]
+
+
+SAMPLES = random_samples()
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_verifier(tmp_path_factory.mktemp("verifier") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def engine(verifier: Path) -> Any:
+    prepare_environment(DEFAULT)
+    from eagle3.hidden_states_connector import engine_options
+
+    llm = start_engine(verifier, DEFAULT, WINDOW, False, **engine_options(LAYER_IDS), **SMALL)
+    yield llm
+    stop_engine(llm)
+
+
+@pytest.fixture(scope="module")
+def references(verifier: Path) -> dict[str, torch.Tensor]:
+    """Sample -> [T, n + 1, H]: every id by transformers in float32, the last one before the final norm."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(verifier, dtype=torch.float32).eval()
+    before_norm: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    found = {}
+    for sample in SAMPLES:
+        with torch.no_grad():
+            states = model.model(torch.tensor([sample.input_ids]), output_hidden_states=True).hidden_states
+        found[sample.sample_id] = torch.stack([*(state[0] for state in states[:-1]), before_norm[-1][0]], 1)
+    return found
+
+
+def shard_of(samples: list[Stored]) -> Shard:
+    (shard,) = plan_shards(samples, {"layer_ids": LAYER_IDS}, 10**18, len(LAYER_IDS), HIDDEN)
+    return shard
+
+
+def extract(engine: Any, samples: list[Stored], folder: Path) -> list[torch.Tensor]:
+    """States [T, A + 1, H] float32 of each sample, all in one batch."""
+    shard = shard_of(samples)
+    ran: list[int] = []
+    with extracted(engine, shard, folder / shard.name, ran.append):
+        pass
+    assert sorted(ran) == sorted(len(sample.input_ids) for sample in samples)
+    return samples_of(folder / shard.name)
+
+
+def samples_of(path: Path) -> list[torch.Tensor]:
+    tensors = map_shard(path)
+    return [part.float() for part in tensors["hidden_states"].split(tensors["offsets"].diff().tolist())]
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_every_stored_slice_is_the_layer_that_its_id_means(engine, references, tmp_path):
+    for sample, states in zip(SAMPLES, extract(engine, SAMPLES, tmp_path), strict=True):
+        assert len(states) == len(sample.input_ids)
+        for index, layer_id in enumerate(LAYER_IDS):
+            assert distance(states[:, index], references[sample.sample_id][:, layer_id]) < SAME
+            for other in {layer_id - 1, layer_id + 1} & set(range(NUM_LAYERS + 1)):
+                assert distance(states[:, index], references[sample.sample_id][:, other]) > STRANGE
+
+
+def test_batching_and_chunks_leave_the_states_of_a_sample_alone(engine, tmp_path):
+    together = extract(engine, SAMPLES, tmp_path)
+    for sample, states in zip(SAMPLES, together, strict=True):
+        (alone,) = extract(engine, [sample], tmp_path)
+        assert distance(states, alone) < SAME
+
+
+def test_a_shard_is_the_same_bytes_whatever_ran_before_it(engine, tmp_path):
+    path = tmp_path / shard_of(SAMPLES[:5]).name
+    extract(engine, SAMPLES[:5], tmp_path)
+    first = path.read_bytes()
+    extract(engine, SAMPLES[3:], tmp_path)
+    extract(engine, SAMPLES[:5], tmp_path)
+    assert path.read_bytes() == first
+
+
+def test_states_of_cached_tokens_are_stored_too(engine, references, tmp_path):
+    from vllm import SamplingParams
+
+    from eagle3.hidden_states_connector import destination
+
+    extract(engine, SAMPLES, tmp_path)
+    shard = shard_of(SAMPLES[::-1][:1])
+    with ShardFile(tmp_path / shard.name, shard) as file:
+        sampling = SamplingParams(temperature=0, max_tokens=1, extra_args=destination(file.path, *file.place_of(0)))
+        prompt = {"prompt_token_ids": SAMPLES[-1].input_ids}
+        (output,) = engine.generate([prompt], [sampling], use_tqdm=False)
+        while file.missing([0]):
+            engine.llm_engine.step()
+    assert output.num_cached_tokens >= 96
+    (states,) = samples_of(tmp_path / shard.name)
+    assert distance(states[:, -1], references[SAMPLES[-1].sample_id][:, NUM_LAYERS]) < SAME
+
+
+TWO_WORKERS = """
+from pathlib import Path
+from dataclasses import replace
+from eagle3.machine import DEFAULT
+from eagle3.vllm_engine import prepare_environment, start_engine
+from tests.test_hidden_states_connector import LAYER_IDS, SAMPLES, WINDOW, extract
+
+if __name__ == "__main__":
+    machine = replace(DEFAULT, tensor_parallel_size=2, kv_cache_gib=1)
+    prepare_environment(machine)
+    from eagle3.hidden_states_connector import engine_options
+
+    engine = start_engine(Path({verifier!r}), machine, WINDOW, False, **engine_options(LAYER_IDS))
+    extract(engine, SAMPLES, Path({folder!r}))
+"""
+
+
+@pytest.mark.long
+def test_two_workers_write_the_states_of_one(engine, verifier, tmp_path):
+    """Tensor parallel: the connector runs in processes of its own, and rank 0 alone writes."""
+    script = tmp_path / "two_workers.py"
+    script.write_text(TWO_WORKERS.format(verifier=str(verifier), folder=str(tmp_path / "two")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        **{"env": {**environment, "PYTHONPATH": str(ROOT)}, "text": True, "capture_output": True, "check": False},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    two = samples_of(tmp_path / "two" / shard_of(SAMPLES).name)
+    for found, expected in zip(two, extract(engine, SAMPLES, tmp_path), strict=True):
+        assert distance(found, expected) < SAME
