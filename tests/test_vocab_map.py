@@ -1,0 +1,140 @@
+"""The draft's vocabulary: what is chosen, in which order, and how the two tensors agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from eagle3.problems import InvalidInput
+from eagle3.vocab_map import FILE, choose_ids, count_supervised, coverage, map_of, read_vocab_map, write_vocab_map
+
+NONE = np.zeros(10, np.int64)
+
+
+def counts(**by_id):
+    values = np.zeros(10, np.int64)
+    for name, count in by_id.items():
+        values[int(name[1:])] = count
+    return values
+
+
+def test_only_supervised_tokens_are_counted():
+    samples = [([5, 6, 7, 7], [False, False, True, True]), ([7, 1], [False, True])]
+    assert count_supervised(samples, 10).tolist() == [0, 1, 0, 0, 0, 0, 0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("token", [10, -1])
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(InvalidInput, match=f"the token id {token}\n"):
+        count_supervised([([0, token], [False, True])], 10)
+
+
+def test_the_most_frequent_tokens_are_chosen_and_ties_go_to_the_lower_id():
+    assert choose_ids(counts(t9=5, t4=2, t3=2, t8=1), NONE, [], 3).tolist() == [3, 4, 9]
+
+
+def test_val_breaks_no_tie_of_train():
+    assert choose_ids(counts(t3=2, t4=2), counts(t4=9), [], 1).tolist() == [3]
+
+
+def test_special_tokens_are_always_in():
+    assert choose_ids(counts(t9=5, t8=4), NONE, [2, 6], 3).tolist() == [2, 6, 9]
+
+
+def test_missing_tokens_are_padded_by_val_and_then_by_id():
+    assert choose_ids(counts(t9=1), counts(t7=1, t5=3), [], 4).tolist() == [0, 5, 7, 9]
+
+
+def test_the_whole_vocabulary_can_be_chosen():
+    assert choose_ids(NONE, NONE, [], 10).tolist() == list(range(10))
+
+
+def test_a_draft_vocabulary_larger_than_the_verifiers_is_refused():
+    with pytest.raises(InvalidInput, match=r"(?s)vocab_map\.draft_vocab_size.*found: +11\n.*at most 10"):
+        choose_ids(NONE, NONE, [], 11)
+
+
+def test_a_draft_vocabulary_without_room_for_special_tokens_is_refused():
+    with pytest.raises(InvalidInput, match="at least 3, the special tokens"):
+        choose_ids(NONE, NONE, [1, 2, 3], 2)
+
+
+def test_d2t_holds_offsets():
+    d2t, t2d = map_of(np.array([0, 1, 2, 7, 50]), 60)
+    assert d2t.tolist() == [0, 0, 0, 4, 46]
+    assert np.flatnonzero(t2d).tolist() == [0, 1, 2, 7, 50]
+
+
+def test_coverage_is_the_share_of_counted_tokens():
+    assert coverage(counts(t1=3, t2=1), np.array([1])) == 0.75
+    assert coverage(NONE, np.array([1])) == 1.0
+
+
+def test_a_written_map_is_read_back(tmp_path):
+    written = map_of(np.array([1, 4, 5]), 8)
+    write_vocab_map(tmp_path, *written)
+    for read, wrote in zip(read_vocab_map(tmp_path), written, strict=True):
+        assert read.dtype == wrote.dtype
+        assert read.tolist() == wrote.tolist()
+
+
+@pytest.mark.parametrize(
+    ("d2t", "t2d", "found"),
+    [
+        ([1, 4, 5], [False, True, False, False, True, True], "different ids"),
+        ([1, 3, 2], [False, True, False, False, True, True], "different ids"),
+        ([0], [True, True], "different ids"),
+    ],
+    ids=["absolute ids", "another order", "another size"],
+)
+def test_tensors_that_disagree_are_refused(tmp_path, d2t, t2d, found):
+    save_file({"d2t": np.array(d2t), "t2d": np.array(t2d)}, tmp_path / FILE)
+    with pytest.raises(InvalidInput, match=found):
+        read_vocab_map(tmp_path)
+
+
+def test_a_map_that_is_missing_or_broken_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="dvc repro vocab-map"):
+        read_vocab_map(tmp_path)
+    (tmp_path / FILE).write_bytes(b"no safetensors")
+    with pytest.raises(InvalidInput, match="SafetensorError"):
+        read_vocab_map(tmp_path)
+
+
+@st.composite
+def choices(draw):
+    vocab_size = draw(st.integers(1, 40))
+    count = st.lists(st.integers(0, 3), min_size=vocab_size, max_size=vocab_size)
+    forced = draw(st.sets(st.integers(0, vocab_size - 1)))
+    size = draw(st.integers(max(1, len(forced)), vocab_size))
+    return np.array(draw(count)), np.array(draw(count)), forced, size
+
+
+@given(choices())
+def test_chosen_ids_are_sorted_unique_in_range_and_agree_with_the_map(choice):
+    train, val, forced, size = choice
+    ids = choose_ids(train, val, forced, size)
+    d2t, t2d = map_of(ids, len(train))
+    assert (np.arange(size) + d2t == np.flatnonzero(t2d)).all()
+    assert ids.tolist() == sorted(set(ids.tolist()))
+    assert 0 <= ids[0] <= ids[-1] < len(train)
+    assert forced <= set(ids.tolist())
+
+
+@given(choices())
+def test_no_token_left_out_is_more_frequent_than_one_chosen_freely(choice):
+    train, val, forced, size = choice
+    chosen = set(choose_ids(train, val, forced, size).tolist())
+    free = [train[i] for i in chosen - forced]
+    left_out = [train[i] for i in set(range(len(train))) - chosen]
+    assert not free or not left_out or max(left_out) <= min(free)
+
+
+@given(choices())
+def test_the_choice_depends_on_the_counts_alone(choice):
+    train, val, forced, size = choice
+    again = choose_ids(train.copy(), val.copy(), sorted(forced, reverse=True), size)
+    assert choose_ids(train, val, forced, size).tolist() == again.tolist()
