@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle3.manifests import read_manifest, verify_files
+from eagle3.params import VerifierParams
+from eagle3.verifier import resolve_verifier
+from tests.repository import environment, make_repository, set_params
+from tests.training_inputs import AUX_LAYER_IDS, write_hidden_states, write_vocab_map
+
+pytestmark = pytest.mark.engine
+
+
+def train(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stages.train"],
+        cwd=folder,
+        env=environment(),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A repository whose hidden states and vocabulary map are there."""
+    folder = make_repository(tmp_path_factory.mktemp("repository"))
+    verifier = resolve_verifier(VerifierParams(str(folder / "verifier"), None, None, False))
+    identity = {**verifier.identity(), "source": "verifier"}
+    write_hidden_states(folder / "data/hidden_states", verifier.path, identity, {"train": 16, "val": 4, "eval": 5})
+    write_vocab_map(folder / "data/vocab_map", 128, 320)
+    (folder / "machine.yaml").write_text("cpu_threads: 1\n")  # tiny matrices gain nothing from a second one
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(prepared) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    return prepared, train(prepared)
+
+
+@pytest.fixture
+def untrained(prepared, tmp_path) -> Path:
+    """A copy of its own without checkpoints."""
+    folder = tmp_path / "repository"
+    shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("checkpoints", "tmp"))
+    return folder
+
+
+def test_the_stage_ends_with_one_line_and_a_complete_manifest(trained):
+    folder, done = trained
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("train: 2 epochs, best ")
+    manifest = read_manifest(folder / "data/checkpoints", "train")
+    verify_files(folder / "data/checkpoints", manifest)
+    assert manifest.decisions["draft"]["aux_layer_ids"] == AUX_LAYER_IDS
+    assert manifest.decisions["draft"]["head_dim"] == 32
+    assert manifest.counts["read"] == 25
+    assert manifest.inputs["hidden_states"] == read_manifest(folder / "data/hidden_states", "extract").as_dict()
+    assert {name.split("/")[0] for name in manifest.files} == {"epoch_0", "epoch_1", "verifier_config.json"}
+
+
+def test_every_epoch_is_walked_on_val_and_eval_and_val_chooses(trained):
+    folder, _ = trained
+    decisions = read_manifest(folder / "data/checkpoints", "train").decisions
+    lengths = []
+    for number, epoch in enumerate(decisions["epochs"]):
+        assert epoch["epoch"] == number
+        for table in ("walk", "walk_without_loops"):
+            assert list(epoch[table]) == ["eval", "val"]
+            assert sorted(epoch[table]["val"]) == [str(k) for k in range(1, 9)]
+        lengths.append(epoch["walk"]["val"]["3"]["acceptance_length"])
+    assert lengths[decisions["best_epoch"]] == max(lengths)
+
+
+def test_reports_are_numbers_and_tables(trained):
+    folder, _ = trained
+    report = json.loads((folder / "reports/train.json").read_text())
+    assert all(isinstance(value, (int, float)) for value in report.values())
+    assert "val_accuracy_inside_draft_vocabulary_step_0" in report
+    assert (folder / "reports/loss.csv").read_text().splitlines()[0] == "epoch,train,val"
+    assert len((folder / "reports/accuracy.csv").read_text().splitlines()) == 1 + 2 * 3
+
+
+def test_nothing_in_the_outputs_depends_on_the_machine(trained):
+    folder, _ = trained
+    for path in (folder / "data/checkpoints").rglob("*.json"):
+        assert str(folder) not in path.read_text(), path
+
+
+def test_figures_go_to_the_run_log_alone(trained):
+    folder, _ = trained
+    row = json.loads((folder / ".dvc/tmp/eagle3/runs.jsonl").read_text().splitlines()[-1])
+    assert row["stage"] == "train"
+    assert row["tokens_per_second"] > 0
+    assert row["token_passes"] > 0
+
+
+def test_a_second_run_gives_the_same_bytes(trained, untrained):
+    folder, _ = trained
+    assert train(untrained).returncode == 0
+    first = read_manifest(folder / "data/checkpoints", "train")
+    assert read_manifest(untrained / "data/checkpoints", "train") == first
+
+
+def test_a_map_of_other_samples_is_refused(untrained):
+    shutil.rmtree(untrained / "data/vocab_map")
+    write_vocab_map(untrained / "data/vocab_map", 128, 320, samples={"other": 1})
+    done = train(untrained)
+    assert done.returncode == 1
+    assert "other-samples" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (untrained / "data/checkpoints").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_an_interrupted_run_fails_and_publishes_nothing(untrained, number):
+    set_params(untrained, {"train": {"epochs": 1000}})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stages.train"], cwd=untrained, env=environment(), text=True, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    while "epoch 0:" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(number)
+    start = time.monotonic()
+    process.stderr.read()
+    assert process.wait() != 0
+    assert time.monotonic() - start < 20
+    assert not (untrained / "data/checkpoints").exists()
+    set_params(untrained, {"train": {"epochs": 2}})
