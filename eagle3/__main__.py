@@ -1,0 +1,176 @@
+"""`python -m eagle3`: what DVC has not. Heavy libraries are imported only inside the command that needs them.
+
+Exit status: 0 ok or warnings only, 1 errors in what was judged, 2 the call itself was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eagle3.config_check import Verdict
+    from eagle3.problems import InvalidInput
+    from eagle3.verifier_config import VerifierConfig
+
+OK, ERRORS, WRONG_CALL = 0, 1, 2
+ENGINES = ("vllm", "sglang")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. Bad input of any kind prints its problems, never a traceback."""
+    from eagle3.json_files import printable
+    from eagle3.problems import InvalidInput, invalid
+
+    for stream in (sys.stdout, sys.stderr):
+        # Problems quote files of any origin; a terminal of another encoding must not turn that into a traceback.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = given.run
+    try:
+        status = run(given)
+        sys.stdout.flush()
+    except InvalidInput as error:
+        return _refused(given, error)
+    except BrokenPipeError:
+        # The reader has gone (| head); what is left must not fail again while Python shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except OSError as error:  # a folder without permission, a name that is too long, a disk that fails
+        where, fix = printable(str(error.filename or given.command)), "check its name and its permissions"
+        found = error.strerror or str(error)
+        return _refused(given, invalid("unreadable", where, found, "a file that can be read", fix))
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="eagle3", description="Judge, convert and describe EAGLE-3 drafts.")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    judges = {
+        "check": (check, "config rules, tensors and the simulated load of a checkpoint"),
+        "validate-config": (validate_config, "the rules of the config alone"),
+        "simulate-load": (simulate_load, "what the server does with each tensor"),
+    }
+    for name, (run, text) in judges.items():
+        judge = commands.add_parser(name, help=text, description=text)
+        judge.add_argument("path", type=Path, metavar="DIR", help="folder with config.json and *.safetensors")
+        judge.add_argument("--verifier", type=Path, metavar="DIR|config.json", help="the model that the draft is for")
+        judge.add_argument(
+            "--engine", choices=ENGINES, default="vllm", help="the server that will load it (vllm 0.32.0)"
+        )
+        judge.add_argument("--json", action="store_true", help="print one JSON object")
+        judge.set_defaults(run=run)
+        if name == "check":
+            judge.add_argument("--no-values", action="store_true", help="do not read tensor data, headers alone")
+    convert = commands.add_parser("flatten", help="speculators' format to the flat one, tensors byte for byte")
+    convert.add_argument("source", type=Path, metavar="SRC")
+    convert.add_argument("target", type=Path, metavar="DST")
+    convert.set_defaults(run=flatten)
+    closing = commands.add_parser("summary", help="the closing table of the pipeline in this folder")
+    closing.set_defaults(run=summary)
+    return parser
+
+
+def check(given: argparse.Namespace) -> int:
+    import importlib.util
+
+    from eagle3.checkpoint_check import check_checkpoint
+
+    why = "--no-values"
+    if not given.no_values and importlib.util.find_spec("numpy") is None:
+        why, given.no_values = "numpy is not installed; pip install 'eagle3-pipeline[values]'", True
+
+    def judge(verifier: VerifierConfig | None) -> Verdict:
+        verdict, _ = check_checkpoint(given.path, verifier, values=not given.no_values)
+        if given.no_values:
+            verdict.skip("values", why)
+        return verdict
+
+    return _judge(given, judge)
+
+
+def validate_config(given: argparse.Namespace) -> int:
+    from eagle3.config_check import check_config
+
+    return _judge(given, lambda verifier: check_config(given.path, verifier))
+
+
+def simulate_load(given: argparse.Namespace) -> int:
+    from eagle3.checkpoint_check import check_checkpoint
+
+    return _judge(given, lambda verifier: check_checkpoint(given.path, verifier, config_rules=False)[0])
+
+
+def flatten(given: argparse.Namespace) -> int:
+    from eagle3.flattening import flatten_folder
+
+    flatten_folder(given.source, given.target)
+    print(f"{given.target}: flat config.json, the original as config_speculators.json, tensors byte for byte")
+    return OK
+
+
+def summary(given: argparse.Namespace) -> int:
+    from eagle3.closing_table import closing_table
+
+    print(closing_table())
+    return OK
+
+
+def _judge(given: argparse.Namespace, judge: Callable[[VerifierConfig | None], Verdict]) -> int:
+    from eagle3.verifier_config import read_verifier_config
+
+    if given.engine != "vllm":
+        return _wrong_call("--engine sglang: its table is not written yet; only vllm can be judged")
+    for path in (given.path, given.verifier):
+        if path is not None and not path.exists():
+            return _wrong_call(f"{path}: no such file or folder")
+    verdict = judge(read_verifier_config(given.verifier) if given.verifier else None)
+    _show(verdict, given.json)
+    return ERRORS if verdict.verdict == "error" else OK
+
+
+def _show(verdict: Verdict, as_json: bool) -> None:
+    from eagle3.problems import format_problems
+
+    if as_json:
+        import json
+
+        print(json.dumps(verdict.as_dict()))
+        return
+    if verdict.problems:
+        print(format_problems(verdict.problems))
+    errors = sum(problem.severity == "error" for problem in verdict.problems)
+    warnings = len(verdict.problems) - errors
+    print(
+        f"{verdict.verdict}: {errors} errors, {warnings} warnings; checked: {', '.join(verdict.checked) or 'nothing'}"
+    )
+    for each in verdict.not_checked:
+        print(f"not checked: {each['what']} ({each['why']})")
+
+
+def _refused(given: argparse.Namespace, error: InvalidInput) -> int:
+    """A file that cannot be read at all is an error of what was judged, in the same form."""
+    if hasattr(given, "json"):
+        from eagle3.config_check import Verdict
+
+        verdict = Verdict(list(error.problems))
+        verdict.skip("everything else", "a file could not be read")
+        _show(verdict, given.json)
+    else:
+        print(error, file=sys.stderr)
+    return ERRORS
+
+
+def _wrong_call(message: str) -> int:
+    print(f"eagle3: {message}", file=sys.stderr)
+    return WRONG_CALL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What the pipeline has made, in one table read from manifests, reports and run times; nothing is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3.manifests import read_manifest
+from eagle3.problems import InvalidInput, invalid
+from eagle3.stage_guard import scratch_home
+
+STAGES = (
+    *("sample", "extract", "vocab-map", "train"),
+    *("flatten", "validate-config", "simulate-weight-load", "serve-test"),
+)
+LABEL_WIDTH = 22
+Json = dict[str, Any]
+
+
+def closing_table() -> str:
+    """Plain text, at most 100 columns. A part whose files are missing says which stage makes them."""
+    parts = (_samples, _draft_vocabulary, _epochs, _checks, _served, _stages, _checkpoint)
+    return "\n".join(line for part in parts for line in _lines(part))
+
+
+def _lines(part: Callable[[], list[str]]) -> list[str]:
+    try:
+        return part()
+    except InvalidInput as error:
+        return [_row(problem.where, f"{problem.found}; {problem.fix.split('   ')[0]}") for problem in error.problems]
+
+
+def _row(label: str, text: str) -> str:
+    return f"{label:<{LABEL_WIDTH - 1}} {text}"
+
+
+def _samples() -> list[str]:
+    counts = read_manifest(Path("data/samples"), "sample").counts
+    splits = ", ".join(f"{counts[split]:,} {split}" for split in ("train", "val", "eval"))
+    tokens = f"{counts['tokens']:,}, of them {counts['supervised_tokens']:,} said by the verifier"
+    dropped = f"{counts['read']:,} rows read, {counts['skipped']:,} skipped, {counts['failed']:,} failed"
+    return [_row("samples", f"{splits} ({dropped})"), _row("tokens", tokens)]
+
+
+def _draft_vocabulary() -> list[str]:
+    decisions = read_manifest(Path("data/vocab_map"), "vocab-map").decisions
+    train, val = (f"{decisions[f'coverage_{split}']:.2%} of {split}" for split in ("train", "val"))
+    size = f"{decisions['draft_vocab_size']:,} of {decisions['vocab_size']:,} tokens"
+    return [_row("draft vocabulary", f"{size}; covers {train} and {val} tokens")]
+
+
+def _epochs() -> list[str]:
+    manifest = read_manifest(Path("data/checkpoints"), "train")
+    k = str(manifest.params["train"]["ttt_steps"])
+    head = ("epoch", "train loss", "val loss", "train accuracy", "val accuracy", f"walk val k={k}", "walk eval")
+    rows = [head, *(_epoch(record, k, manifest.decisions["best_epoch"]) for record in manifest.decisions["epochs"])]
+    return ["", *_aligned(rows), "(accuracy by unrolled step, inside the draft vocabulary; * longest walk on val)", ""]
+
+
+def _epoch(record: Json, k: str, best: int) -> tuple[str, ...]:
+    accuracies = (" ".join(f"{value:.3f}" for value in record[f"{split}_accuracy"]) for split in ("train", "val"))
+    walks = (f"{record['walk'][split][k]['acceptance_length']:.3f}" for split in ("val", "eval"))
+    mark = "*" if record["epoch"] == best else ""
+    return (f"{record['epoch']}{mark}", f"{record['train_loss']:.4f}", f"{record['val_loss']:.4f}", *accuracies, *walks)
+
+
+def _checks() -> list[str]:
+    config = _report("validate-config", "reports/validate_config.json")
+    load = _report("simulate-weight-load", "reports/simulate_weight_load.json")
+    rows = (("configs", config), ("weights", load))
+    found = "; ".join(f"{name}: {one['errors']} errors, {one['warnings']} warnings" for name, one in rows)
+    return [_row("checkpoints validated", f"{len(load['epochs'])} ({found})")]
+
+
+def _served() -> list[str]:
+    report = _report("serve-test", "reports/serve_test.json")
+    served, greedy, speed = report["served"], report["greedy"], report["speed"]
+    low, high = served["interval_95"]
+    rates = " ".join(f"{rate:.3f}" for rate in served["rate_per_position"])
+    length = f"{served['acceptance_length']:.3f} (95%: {low:.3f} to {high:.3f}), {served['rounds']:,} rounds"
+    free = f"{report['served_without_loops']['acceptance_length']:.3f} without loops"
+    equal = f"{greedy['equal']} of {report['prompts']} equal with and without the draft, {greedy['ties']} near-ties"
+    speeds = (
+        f"{speed['tokens_per_second_with_draft']:.1f} with the draft, "
+        f"{speed['tokens_per_second_without_draft']:.1f} without: {speed['speed_up']:.2f} times"
+    )
+    return [
+        _row("acceptance length", f"{length}; {free}"),
+        _row("  predicted by walk", f"{report['walk']['acceptance_length']:.3f}"),
+        _row("acceptance rate", f"{rates} by position, {report['num_speculative_tokens']} tokens drafted a round"),
+        _row("greedy answers", equal),
+        _row("tokens/s", speeds),
+        "",
+    ]
+
+
+def _stages() -> list[str]:
+    """Time and peak memory of each stage's last completed run here."""
+    runs = _last_runs(scratch_home() / "runs.jsonl")
+    rows = [("stage", "time", "peak memory")]
+    for stage in STAGES:
+        run = runs.get(stage)
+        shown = (_clock(run["seconds"]), f"{run['peak_memory_bytes'] / 2**30:.1f} GiB") if run else ("not run here", "")
+        rows.append((stage, *shown))
+    rows.append(("all", _clock(sum(run["seconds"] for run in runs.values())), ""))
+    return [*_aligned(rows), ""]
+
+
+def _checkpoint() -> list[str]:
+    epoch = read_manifest(Path("data/release"), "serve-test").decisions["epoch"]
+    return [_row("checkpoint", f"data/release (epoch {epoch}; every gate passed; how to serve it: README.md there)")]
+
+
+def _report(stage: str, name: str) -> Json:
+    try:
+        value: Json = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise invalid("missing-input", name, "not there yet", "a report", f"dvc repro {stage}") from None
+    return value
+
+
+def _last_runs(log: Path) -> dict[str, Json]:
+    """A line that a killed run left unfinished is no run."""
+    runs: dict[str, Json] = {}
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row["completed"]:
+            runs[row["stage"]] = row
+    return runs
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}" if seconds >= 60 else f"{seconds:.1f} s"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Left-aligned columns two blanks apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,101 @@
+"""Two greedy answers to one prompt: where they part, and whether bf16 rounding can have parted them.
+
+A server with a draft verifies several positions in one matrix product, which rounds otherwise than one position at a
+time. Where the verifier's two best logits nearly tie, that can turn the choice, and nothing else may: at the first
+difference both tokens must lie within `TIE_STEPS` bf16 steps of the top logit in a forward over the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TIE_STEPS = 2
+BF16_FRACTION_BITS = 7
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two answers to one prompt part.
+
+    context: the token ids before it, prompt included. index: its place in the answer. tokens: what was said there
+    without and with the draft; None where that answer had ended.
+    """
+
+    sample_id: str
+    context: list[int]
+    index: int
+    tokens: tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A difference in numbers: how far below the top logit both tokens lie, in bf16 steps at the top logit."""
+
+    sample_id: str
+    index: int
+    tokens: tuple[int | None, int | None]
+    top_logit: float
+    steps_below_top: tuple[float | None, float | None]
+
+    @property
+    def is_tie(self) -> bool:
+        return all(steps is not None and steps <= TIE_STEPS for steps in self.steps_below_top)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "is_tie": self.is_tie}
+
+
+def first_difference(sample_id: str, prompt: Sequence[int], answers: tuple[list[int], list[int]]) -> Difference | None:
+    """None where both answers are equal.
+
+    >>> first_difference("a", [1, 2], ([5, 6, 7], [5, 8, 7]))
+    Difference(sample_id='a', context=[1, 2, 5], index=1, tokens=(6, 8))
+    """
+    one, other = answers
+    if one == other:
+        return None
+    shared = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    tokens = tuple(answer[shared] if shared < len(answer) else None for answer in (one, other))
+    return Difference(sample_id, [*prompt, *one[:shared]], shared, (tokens[0], tokens[1]))
+
+
+def bf16_step(value: float) -> float:
+    """The distance from a bf16 number to the next larger one in size: 2^(floor(log2|x|) - 7).
+
+    >>> bf16_step(20.0), bf16_step(-1.0)
+    (0.125, 0.0078125)
+    """
+    return 2.0 ** (math.frexp(value)[1] - 1 - BF16_FRACTION_BITS)
+
+
+def judge(verifier: Path, differences: Iterable[Difference], trust_remote_code: bool = False) -> list[Judgement]:
+    """Each difference against a teacher-forced forward of transformers over the bf16 weights, computed in float32.
+
+    A forward in bf16 would add a rounding of its own: of 50 differences on a CPU whose products of one row and of four
+    rows round differently, one lay 3 steps apart in it.
+    """
+    differences = list(differences)
+    if not differences:
+        return []
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        verifier, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
+    ).eval()
+    judged = []
+    for difference in differences:
+        with torch.inference_mode():
+            last = model(torch.tensor([difference.context]), use_cache=False, logits_to_keep=1).logits[0, -1]
+        judged.append(_judgement(difference, last.float().tolist()))
+    return judged
+
+
+def _judgement(difference: Difference, logits_V: list[float]) -> Judgement:
+    top = max(logits_V)
+    steps = [None if token is None else (top - logits_V[token]) / bf16_step(top) for token in difference.tokens]
+    return Judgement(difference.sample_id, difference.index, difference.tokens, top, (steps[0], steps[1]))

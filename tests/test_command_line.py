@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from eagle3.__main__ import main
+from tests.code_deps import ROOT
+from tests.drafts import FROZEN, NESTED, TRAINED, VERIFIER, write_nested, write_tensors
+
+
+@pytest.fixture
+def draft(tmp_path):
+    return write_nested(tmp_path / "nested")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["flatten", "-h"]])
+def test_help_is_a_success(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    assert "usage: eagle3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["check"], ["check", "x", "--engine", "trt"], ["flatten", "x"]])
+def test_a_wrong_call_is_2(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_an_engine_without_a_table_is_2_and_says_so(draft, capsys):
+    assert main(["check", str(draft), "--engine", "sglang"]) == 2
+    assert "sglang" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "validate-config", "simulate-load"])
+def test_a_path_that_is_not_there_is_2(command, draft, capsys):
+    assert main([command, "nowhere"]) == 2
+    assert main([command, str(draft), "--verifier", "nowhere"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_the_halves_of_check(draft, tmp_path, capsys):
+    verifier = tmp_path / "config.json"
+    verifier.write_text(json.dumps(VERIFIER))
+    for command in (["check", "--no-values"], ["validate-config"], ["simulate-load"]):
+        assert main([*command, str(draft), "--verifier", str(verifier)]) == 0
+    out = capsys.readouterr().out
+    assert "not checked: tensors (only the config was asked for)" in out
+    assert "not checked: config rules (only the load was asked for)" in out
+    assert main(["validate-config", str(draft / "config.json")]) == 0
+
+
+def test_a_name_that_the_system_refuses_is_no_traceback(capsys):
+    assert main(["check", "x" * 5000, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "unreadable"
+
+
+def test_unreadable_files_are_problems_in_the_asked_form(draft, capsys):
+    (draft / "config.json").write_bytes(b"\xff")
+    (draft / "model-frozen.safetensors").write_bytes(b"")
+    assert main(["check", str(draft), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "error"
+    assert found["problems"][0]["code"] == "unreadable-json"
+    assert main(["check", str(draft)]) == 1
+    assert "not UTF-8" in capsys.readouterr().out
+
+
+def test_flatten_writes_a_checkpoint_that_passes(draft, tmp_path, capsys):
+    assert main(["flatten", str(draft), str(tmp_path / "flat")]) == 0
+    assert main(["check", "--no-values", str(tmp_path / "flat")]) == 0
+    assert main(["flatten", str(draft), str(tmp_path / "flat")]) == 1
+    assert "exists" in capsys.readouterr().err
+
+
+def test_output_that_a_terminal_cannot_show_is_no_traceback(tmp_path):
+    write_tensors(tmp_path / "model.safetensors", FROZEN | TRAINED | {"\u2603\x1b[31m": ("F32", (1,))})
+    (tmp_path / "config.json").write_text(json.dumps({**NESTED, "\ud800": 1}))
+    done = subprocess.run(
+        [sys.executable, "-m", "eagle3", "check", str(tmp_path)],
+        cwd=ROOT,
+        env={"PYTHONIOENCODING": "ascii", "PATH": ""},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert b"\\u2603\\x1b[31m" in done.stdout
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_early_hears_no_complaint(draft):
+    command = f"{sys.executable} -m eagle3 check {draft} --no-values --json | {shutil.which('true')}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=True)
+    assert done.stderr == b""
