@@ -1,6 +1,6 @@
 """The code that each stage really runs: transitive local imports, those inside functions included.
 
-`python -m tests.code_deps` rewrites the code dependencies in dvc.yaml; tests/test_architecture.py proves they are exact.
+`python -m tests.code_deps` rewrites the code dependencies in dvc.yaml; tests/test_architecture.py proves them exact.
 """
 
 from __future__ import annotations

