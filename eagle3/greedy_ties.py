@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-TIE_STEPS = 2
+# Of 49 differences on a CPU whose products round one row and four rows differently, the farthest token lay 2.23 steps
+# below the top (47 within 2); a fault lies tens of steps below.
+TIE_STEPS = 3
 BF16_FRACTION_BITS = 7
 
 

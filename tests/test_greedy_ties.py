@@ -38,10 +38,10 @@ def test_the_step_is_the_distance_to_the_next_bf16_number(value):
 
 @pytest.mark.parametrize(
     ("steps", "is_tie"),
-    [((0.0, 0.0), True), ((0.0, 2.0), True), ((2.0, 1.0), True), ((0.0, 2.5), False), ((3.0, 0.0), False)],
+    [((0.0, 0.0), True), ((0.0, 2.0), True), ((3.0, 1.0), True), ((0.0, 3.5), False), ((4.0, 0.0), False)],
 )
-def test_both_tokens_must_lie_within_two_steps(steps, is_tie):
-    assert TIE_STEPS == 2
+def test_both_tokens_must_lie_within_three_steps(steps, is_tie):
+    assert TIE_STEPS == 3
     assert Judgement("a", 0, (5, 6), 20.0, steps).is_tie is is_tie
 
 
