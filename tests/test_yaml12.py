@@ -37,6 +37,8 @@ def same(a, b):
         ("2024-01-01", "2024-01-01"),
         ("-.inf", -math.inf),
         ("+12", 12),
+        (".5e3", ".5e3"),
+        (".5e+3", 500.0),
     ],
 )
 def test_scalars_of_yaml_1_2(text, value):
