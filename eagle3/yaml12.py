@@ -26,7 +26,7 @@ class CoreLoader(yaml.SafeLoader):
 _SCALARS = (
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    ("int", r"^[-+]?(?:[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
     (
         "float",
         # a bare fraction takes an exponent only with its sign: `.5e3` is a string to ruamel.yaml, so to DVC
@@ -40,7 +40,7 @@ for _name, _pattern, _first in _SCALARS:
 
 def _int(loader: CoreLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
-    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    return int(text, {"0o": 8, "0x": 16}.get(text.lstrip("+-")[:2], 10))
 
 
 def _float(loader: CoreLoader, node: yaml.ScalarNode) -> float:
