@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from eagle3.manifests import Manifest, read_manifest, write_manifest
 from eagle3.problems import InvalidInput
+from eagle3.samples import Sample, write_samples
 from eagle3.vocab_map import FILE, choose_ids, count_supervised, coverage, map_of, read_vocab_map, write_vocab_map
 
+ROOT = Path(__file__).parent.parent
 NONE = np.zeros(10, np.int64)
 
 
@@ -138,3 +148,72 @@ def test_the_choice_depends_on_the_counts_alone(choice):
     train, val, forced, size = choice
     again = choose_ids(train.copy(), val.copy(), sorted(forced, reverse=True), size)
     assert choose_ids(train, val, forced, size).tolist() == again.tolist()
+
+
+def sample(number, split, answer):
+    name = f"{split}{number}"
+    return Sample(name, name, 0, split, [0, *answer], [False, *[True] * len(answer)], "stop")
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """What the stage reads. Answers: train 5, 5, 6; val 5, 9; eval 8s. Special: 1, and 99, which has no row."""
+    for name in ("eagle3", "stages"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    folder = tmp_path / "data" / "samples"
+    write_samples(folder, [sample(0, "train", [5, 5, 6]), sample(0, "val", [5, 9]), sample(0, "eval", [8] * 9)])
+    decisions = {"vocab_size": 10, "special_token_ids": [1, 99]}
+    write_manifest(folder, Manifest("sample", verifier={"sha256": "a" * 64}, decisions=decisions))
+    return tmp_path
+
+
+def run_stage(folder, draft_vocab_size):
+    params = yaml.safe_load((folder / "params.yaml").read_text())
+    params["vocab_map"]["draft_vocab_size"] = draft_vocab_size
+    (folder / "params.yaml").write_text(yaml.safe_dump(params))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DVC_")}
+    command = [sys.executable, "-m", "stages.vocab_map"]
+    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, check=False)
+
+
+def test_the_stage_writes_the_map_and_what_it_covers(repository):
+    done = run_stage(repository, 4)
+    assert done.returncode == 0, done.stderr
+    folder = repository / "data" / "vocab_map"
+    manifest = read_manifest(folder, "vocab-map")
+    assert np.flatnonzero(read_vocab_map(folder)[1]).tolist() == [1, 5, 6, 9]
+    assert manifest.decisions == {
+        "draft_vocab_size": 4,
+        "vocab_size": 10,
+        "coverage_train": 1.0,
+        "coverage_val": 1.0,
+        "special_token_ids": [1],
+        "special_token_ids_without_a_row": [99],
+    }
+    assert manifest.counts == {"train_tokens": 3, "val_tokens": 2, "distinct_train_tokens": 2, "never_answered": 2}
+    assert manifest.inputs["samples"] == read_manifest(repository / "data" / "samples", "sample").as_dict()
+    assert done.stdout == "vocab-map: 4 of 10 tokens, which cover 100.00% of train, 100.00% of val\n"
+
+
+def test_the_stage_warns_where_held_out_answers_are_covered_badly(repository):
+    warning, said = run_stage(repository, 2).stdout.splitlines()
+    assert warning.startswith(
+        "WARNING: the draft cannot propose 50.0% of the held-out answers' tokens; raise vocab_map"
+    )
+    assert said == "vocab-map: 2 of 10 tokens, which cover 66.67% of train, 50.00% of val"
+
+
+def test_the_stage_writes_no_map_of_the_whole_vocabulary(repository):
+    done = run_stage(repository, 10)
+    assert [path.name for path in (repository / "data" / "vocab_map").iterdir()] == ["manifest.json"]
+    assert done.stdout == "vocab-map: 10 of 10 tokens (all: no map), which cover 100.00% of train, 100.00% of val\n"
+
+
+def test_a_size_that_the_stage_refuses_leaves_the_earlier_map(repository):
+    run_stage(repository, 4)
+    refused = run_stage(repository, 11)
+    assert refused.returncode == 1
+    assert "ERROR draft-vocabulary: vocab_map.draft_vocab_size" in refused.stderr
+    assert len(read_vocab_map(repository / "data" / "vocab_map")[0]) == 4
