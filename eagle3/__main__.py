@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eagle3.config_check import Verdict
+    from eagle3.checks.config_check import Verdict
     from eagle3.problems import InvalidInput
-    from eagle3.verifier_config import VerifierConfig
+    from eagle3.verifiers.verifier_config import VerifierConfig
 
 OK, ERRORS, WRONG_CALL = 0, 1, 2
 ENGINES = ("vllm", "sglang")
@@ -23,7 +23,7 @@ ENGINES = ("vllm", "sglang")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Bad input of any kind prints its problems, never a traceback."""
-    from eagle3.json_files import printable
+    from eagle3.formats.json_files import printable
     from eagle3.problems import InvalidInput, invalid
 
     for stream in (sys.stdout, sys.stderr):
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 def check(given: argparse.Namespace) -> int:
     import importlib.util
 
-    from eagle3.checkpoint_check import check_checkpoint
+    from eagle3.checks.checkpoint_check import check_checkpoint
 
     why = "--no-values"
     if not given.no_values and importlib.util.find_spec("numpy") is None:
@@ -96,19 +96,19 @@ def check(given: argparse.Namespace) -> int:
 
 
 def validate_config(given: argparse.Namespace) -> int:
-    from eagle3.config_check import check_config
+    from eagle3.checks.config_check import check_config
 
     return _judge(given, lambda verifier: check_config(given.path, verifier))
 
 
 def simulate_load(given: argparse.Namespace) -> int:
-    from eagle3.checkpoint_check import check_checkpoint
+    from eagle3.checks.checkpoint_check import check_checkpoint
 
     return _judge(given, lambda verifier: check_checkpoint(given.path, verifier, config_rules=False)[0])
 
 
 def flatten(given: argparse.Namespace) -> int:
-    from eagle3.flattening import flatten_folder
+    from eagle3.formats.flattening import flatten_folder
 
     flatten_folder(given.source, given.target)
     print(f"{given.target}: flat config.json, the original as config_speculators.json, tensors byte for byte")
@@ -123,7 +123,7 @@ def summary(given: argparse.Namespace) -> int:
 
 
 def _judge(given: argparse.Namespace, judge: Callable[[VerifierConfig | None], Verdict]) -> int:
-    from eagle3.verifier_config import read_verifier_config
+    from eagle3.verifiers.verifier_config import read_verifier_config
 
     if given.engine != "vllm":
         return _wrong_call("--engine sglang: its table is not written yet; only vllm can be judged")
@@ -157,7 +157,7 @@ def _show(verdict: Verdict, as_json: bool) -> None:
 def _refused(given: argparse.Namespace, error: InvalidInput) -> int:
     """A file that cannot be read at all is an error of what was judged, in the same form."""
     if hasattr(given, "json"):
-        from eagle3.config_check import Verdict
+        from eagle3.checks.config_check import Verdict
 
         verdict = Verdict(list(error.problems))
         verdict.skip("everything else", "a file could not be read")

@@ -46,9 +46,9 @@ def _samples() -> list[str]:
 
 def _draft_vocabulary() -> list[str]:
     decisions = read_manifest(Path("data/vocab_map"), "vocab-map").decisions
-    train, val = (f"{decisions[f'coverage_{split}']:.2%} of {split}" for split in ("train", "val"))
+    train, held_out = (f"{decisions[f'coverage_{split}']:.2%} of {split}" for split in ("train", "eval"))
     size = f"{decisions['draft_vocab_size']:,} of {decisions['vocab_size']:,} tokens"
-    return [_row("draft vocabulary", f"{size}; covers {train} and {val} tokens")]
+    return [_row("draft vocabulary", f"{size}; covers {train} and {held_out} tokens")]
 
 
 def _epochs() -> list[str]:

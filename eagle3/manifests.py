@@ -23,7 +23,7 @@ class Manifest:
     """What one stage recorded about one folder.
 
     params: the parameter values the stage used, by section. inputs: the manifests of the folders it read, whole.
-    verifier: identity, as `eagle3.verifier` returns it. engines: name -> version. counts: integers that close.
+    verifier: its identity (`eagle3.verifiers.verifier`). engines: name -> version. counts: integers that close.
     decisions: what the stage chose or derived. files: relative name -> {"bytes": int, "sha256": str}.
     """
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from eagle3.atomic_files import link_or_copy
 from eagle3.engines import require_engine
-from eagle3.extraction import extract_shards, input_problems, start_extraction
-from eagle3.hidden_states import STORE_DTYPE, plan_shards
 from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.problems import InvalidInput
-from eagle3.samples import read_samples
-from eagle3.shard_file import check_sizes, clean_scratch, require_space
+from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
-from eagle3.verifier import require_window, resolve_verifier
+from eagle3.states.extraction import extract_shards, input_problems, start_extraction
+from eagle3.states.hidden_states import STORE_DTYPE, plan_shards
+from eagle3.states.shard_file import check_sizes, clean_scratch, require_space
+from eagle3.verifiers.verifier import require_window, resolve_verifier
 
 SAMPLES = Path("data/samples")
 

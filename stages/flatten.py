@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from eagle3.atomic_files import link_or_copy
-from eagle3.checkpoint_files import epoch_folders
-from eagle3.flattening import flatten_checkpoint
+from eagle3.formats.checkpoint_files import epoch_folders
+from eagle3.formats.flattening import flatten_checkpoint
 from eagle3.manifests import NAME, Manifest, read_manifest, write_manifest
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.stage_guard import Stage, run_stage

@@ -6,18 +6,18 @@ import sys
 from functools import partial
 from typing import Any
 
-from eagle3.answers import BATCH, Answering, Generation, answer_split, closed_counts
-from eagle3.chat_tokenizer import load_tokenizer, prompt_ids, special_token_ids
-from eagle3.conversation_sources import read_sources
-from eagle3.conversations import SPLITS, Skipped, write_skipped
 from eagle3.engines import require_engine
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, write_manifest
-from eagle3.prompt_selection import select
-from eagle3.samples import Sample, write_samples
+from eagle3.sampling.answers import BATCH, Answering, Generation, answer_split, closed_counts
+from eagle3.sampling.conversation_sources import read_sources
+from eagle3.sampling.conversations import SPLITS, Skipped, write_skipped
+from eagle3.sampling.prompt_selection import select
+from eagle3.sampling.samples import Sample, write_samples
 from eagle3.stage_guard import Stage, run_stage
-from eagle3.verifier import require_window, resolve_verifier
-from eagle3.vllm_engine import start_engine
+from eagle3.states.vllm_engine import start_engine
+from eagle3.verifiers.chat_tokenizer import load_tokenizer, prompt_ids, special_token_ids
+from eagle3.verifiers.verifier import require_window, resolve_verifier
 
 # A prefix cache would let the bits of an answer hang on the prompts before it, so on where a killed run resumed.
 ENGINE_OPTIONS: dict[str, Any] = {"max_num_seqs": BATCH, "enable_prefix_caching": False}

@@ -10,19 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle3.atomic_files import write_json, write_text
-from eagle3.chat_tokenizer import load_tokenizer, prompt_ids
 from eagle3.engines import require_engine
-from eagle3.greedy_ties import first_difference, judge
 from eagle3.machine import read_machine
 from eagle3.manifests import read_manifest, verify_files
 from eagle3.problems import invalid
-from eagle3.release import Release, read_passed_checks, require_one_lineage, write_release
-from eagle3.samples import Sample, read_samples
-from eagle3.serve_report import Measured, acceptance_csv, build_report, require_gates, walked
-from eagle3.serving import GREETING, Prompt, ask_server
+from eagle3.sampling.samples import Sample, read_samples
+from eagle3.serve.greedy_ties import first_difference, judge
+from eagle3.serve.release import Release, read_passed_checks, require_one_lineage, write_release
+from eagle3.serve.serve_report import Measured, acceptance_csv, build_report, require_gates, walked
+from eagle3.serve.serving import GREETING, Prompt, ask_server
+from eagle3.serve.vllm_command import ServerSettings
 from eagle3.stage_guard import Stage, run_stage
-from eagle3.verifier import resolve_verifier
-from eagle3.vllm_command import ServerSettings
+from eagle3.verifiers.chat_tokenizer import load_tokenizer, prompt_ids
+from eagle3.verifiers.verifier import resolve_verifier
 
 DRAFT, SAMPLES = Path("data/draft"), Path("data/samples")
 

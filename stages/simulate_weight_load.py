@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.atomic_files import write_json
-from eagle3.checkpoint_check import check_checkpoint
-from eagle3.checkpoint_files import epoch_folders, load_signature
-from eagle3.config_check import Epochs
+from eagle3.checks.checkpoint_check import check_checkpoint
+from eagle3.checks.config_check import Epochs
+from eagle3.checks.simulated_load import SimulatedLoad
 from eagle3.engines import installed_version, require_engine
+from eagle3.formats.checkpoint_files import epoch_folders, load_signature
 from eagle3.manifests import read_manifest
 from eagle3.problems import InvalidInput, Problem, format_problems, invalid
-from eagle3.simulated_load import SimulatedLoad
 from eagle3.stage_guard import Stage, run_stage
-from eagle3.verifier_config import read_verifier_config
+from eagle3.verifiers.verifier_config import read_verifier_config
 
 FLATTENED, VERIFIER = Path("data/flattened"), Path("data/configs/verifier.json")
 
@@ -56,7 +56,7 @@ def witness_level(loads: dict[Path, SimulatedLoad], declared: str) -> dict[str, 
             "off is written into the report and into the release",
         )
     engines = require_engine("vllm", declared)
-    from eagle3.engine_load import engine, witness_problems
+    from eagle3.checks.engine_load import engine, witness_problems
 
     loaded: dict[tuple[Any, ...], dict[str, Any]] = {}
     with engine(VERIFIER) as vllm:

@@ -10,20 +10,20 @@ import sys
 from pathlib import Path
 
 from eagle3.atomic_files import write_json
-from eagle3.checkpoints import write_epoch
-from eagle3.draft_architecture import resolve_architecture
-from eagle3.draft_model import build_draft, draft_steps, read_vocabulary
-from eagle3.draft_walk import predict, walk_table
+from eagle3.drafts.checkpoints import write_epoch
+from eagle3.drafts.draft_architecture import resolve_architecture
+from eagle3.drafts.draft_model import build_draft, draft_steps, read_vocabulary
+from eagle3.drafts.draft_walk import predict, walk_table
+from eagle3.drafts.training import train, use_threads
+from eagle3.drafts.training_curves import EpochMetrics, announce
+from eagle3.drafts.training_data import PackedRows, check_inputs, read_documents
+from eagle3.drafts.training_report import Record, best_epoch, epoch_record, progress, verdict, write_reports
 from eagle3.engines import require_engine
-from eagle3.hidden_states import HiddenStates
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, read_manifest, write_manifest
 from eagle3.stage_guard import Stage, run_stage
-from eagle3.training import train, use_threads
-from eagle3.training_curves import EpochMetrics, announce
-from eagle3.training_data import PackedRows, check_inputs, read_documents
-from eagle3.training_report import Record, best_epoch, epoch_record, progress, verdict, write_reports
-from eagle3.verifier import resolve_verifier
+from eagle3.states.hidden_states import HiddenStates
+from eagle3.verifiers.verifier import resolve_verifier
 
 HIDDEN_STATES, VOCAB_MAP = Path("data/hidden_states"), Path("data/vocab_map")
 

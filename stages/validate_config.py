@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from eagle3.atomic_files import write_json
-from eagle3.checkpoint_files import epoch_folders
-from eagle3.config_check import Epochs, check_config
+from eagle3.checks.config_check import Epochs, check_config
+from eagle3.formats.checkpoint_files import epoch_folders
 from eagle3.problems import InvalidInput, format_problems
 from eagle3.stage_guard import Stage, run_stage
-from eagle3.verifier_config import read_verifier_config
+from eagle3.verifiers.verifier_config import read_verifier_config
 
 CONFIGS = Path("data/configs")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from eagle3.drafts.vocab_map import choose_ids, count_supervised, coverage, map_of, write_vocab_map
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
-from eagle3.samples import read_samples
+from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
-from eagle3.vocab_map import choose_ids, count_supervised, coverage, map_of, write_vocab_map
 
 SAMPLES = Path("data/samples")
 # Below this share of held-out tokens the draft's vocabulary itself holds acceptance down noticeably.
@@ -16,14 +16,14 @@ LOW_COVERAGE = 0.97
 
 
 def run(stage: Stage) -> None:
-    """Train and val alone are counted: eval measures what was chosen without it. K = V writes no map."""
+    """Train and val alone choose: eval's coverage is what unseen text will get. K = V writes no map."""
     made = read_manifest(SAMPLES, "sample")
     verify_files(SAMPLES, made)
     vocab_size, draft_vocab_size = made.decisions["vocab_size"], stage.params.vocab_map.draft_vocab_size
     samples = read_samples(SAMPLES)
-    train_V, val_V = (
+    train_V, val_V, eval_V = (
         count_supervised(((one.input_ids, one.loss_mask) for one in samples if one.split == split), vocab_size)
-        for split in ("train", "val")
+        for split in ("train", "val", "eval")
     )
     # tokenizers may name special tokens that the model has no row for; nothing can ever generate them
     special = [token_id for token_id in made.decisions["special_token_ids"] if token_id < vocab_size]
@@ -38,24 +38,27 @@ def run(stage: Stage) -> None:
         "vocab_size": vocab_size,
         "coverage_train": round(coverage(train_V, ids_K), 6),
         "coverage_val": round(coverage(val_V, ids_K), 6),
+        "coverage_eval": round(coverage(eval_V, ids_K), 6),
         "special_token_ids": special,
         "special_token_ids_without_a_row": sorted({*made.decisions["special_token_ids"]} - {*special}),
     }
     counts = {
         "train_tokens": int(train_V.sum()),
         "val_tokens": int(val_V.sum()),
+        "eval_tokens": int(eval_V.sum()),
         "distinct_train_tokens": int((train_V > 0).sum()),
         "never_answered": int((train_V[ids_K] == 0).sum()),
     }
     inputs = {"samples": made.as_dict()}
     write_manifest(folder, Manifest("vocab-map", stage.values, inputs, made.verifier, {}, counts, decisions))
-    if decisions["coverage_val"] < LOW_COVERAGE:
+    held_out = decisions["coverage_eval"]
+    if held_out < LOW_COVERAGE:
         print(
-            f"WARNING: the draft cannot propose {1 - decisions['coverage_val']:.1%} of the held-out answers' tokens; "
+            f"WARNING: the draft cannot propose {1 - held_out:.1%} of the held-out (eval) answers' tokens; "
             f"raise vocab_map.draft_vocab_size ({draft_vocab_size}), or sample more conversations",
             flush=True,
         )
-    covered = f"{decisions['coverage_train']:.2%} of train, {decisions['coverage_val']:.2%} of val"
+    covered = f"{decisions['coverage_train']:.2%} of train, {held_out:.2%} of held-out eval"
     no_map = "" if draft_vocab_size < vocab_size else " (all: no map)"
     print(f"vocab-map: {draft_vocab_size} of {vocab_size} tokens{no_map}, which cover {covered}", flush=True)
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eagle3.safetensors_headers import num_bytes, write_header
+from eagle3.formats.safetensors_headers import num_bytes, write_header
 
 Weights = dict[str, tuple[str, tuple[int, ...]]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 
-from eagle3.checkpoint_check import rule_rows
+from eagle3.checks.checkpoint_check import rule_rows
 from tests.code_deps import ROOT
 from tests.test_rerun_table import TABLE
 
@@ -20,8 +20,22 @@ def first_line(path) -> str:
 
 
 def file_tree() -> str:
-    files = sorted((ROOT / "eagle3").glob("*.py"))
-    return "\n".join(f"    eagle3/{path.name:<28} {first_line(path)}" for path in files if path.stem != "__init__")
+    """The top modules, then each package with its docstring and its modules."""
+    top = ROOT / "eagle3"
+    lines = [_line(path, 4) for path in _modules(top)]
+    for package in sorted(path.parent for path in top.glob("*/__init__.py")):
+        lines += ["", f"    eagle3/{package.name + '/':<28} {first_line(package / '__init__.py')}"]
+        lines += [_line(path, 6) for path in _modules(package)]
+    return "\n".join(lines)
+
+
+def _modules(folder) -> list:
+    return sorted(path for path in folder.glob("*.py") if path.stem != "__init__")
+
+
+def _line(path, indent: int) -> str:
+    name = path.relative_to(ROOT) if indent == 4 else path.name
+    return f"{' ' * indent}{name!s:<{39 - indent}} {first_line(path)}"
 
 
 def rules_table() -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from eagle3.params import RECORDS
-from tests.code_deps import ROOT, closure, imports_of, module_of, stages
+from tests.code_deps import ROOT, closure, file_of, imports_of, module_of, stages
 
 STAGES = stages()
-MODULES = sorted((ROOT / "eagle3").glob("*.py"))
+MODULES = sorted((ROOT / "eagle3").rglob("*.py"))
 STAGE_MODULES = sorted((ROOT / "stages").glob("*.py"))
 
 # The only modules that may import a heavy library, anywhere in the file; every other module and every stage is light.
@@ -44,18 +44,27 @@ LIGHT = set(sys.stdlib_module_names) | {"__future__", "cerberus", "yaml", "eagle
 @pytest.mark.parametrize("path", [*MODULES, *STAGE_MODULES], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_heavy_libraries_are_imported_by_their_owners_only(path):
     imported = {name.split(".")[0] for name in imports_of(path)} - LIGHT
-    owned = {library for library, owners in OWNERS.items() if path.parent.name == "eagle3" and path.stem in owners}
+    owned = {library for library, owners in OWNERS.items() if path in MODULES and path.stem in owners}
     assert imported == owned
 
 
 def test_importing_every_light_module_loads_nothing_heavy():
     """In one process: what an owner imports at its top would show here if a light module imported that owner."""
     owners = set().union(*OWNERS.values())
-    light = [f"eagle3.{path.stem}" for path in MODULES if not (closure_stems(f"eagle3.{path.stem}") & owners)]
+    light = [name for name in map(dotted, MODULES) if not (closure_stems(name) & owners)]
     code = f"import importlib, sys\nfor name in {light!r}: importlib.import_module(name)\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
     assert len(light) > 20
     assert not {name.split(".")[0] for name in done.stdout.split()} & set(OWNERS)
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package(module: str) -> str:
+    """eagle3.checks.size_rules belongs to eagle3.checks; eagle3.params stands alone."""
+    return ".".join(module.split(".")[:2])
 
 
 def closure_stems(module: str) -> set[str]:
@@ -98,12 +107,19 @@ def test_every_section_of_params_has_a_reader():
 
 
 def test_modules_import_one_way():
-    graph = {
-        path.stem: {name.split(".")[1] for name in imports_of(path) if name.startswith("eagle3.")}
-        & {m.stem for m in MODULES}
-        for path in MODULES
-    }
+    known = {dotted(path) for path in MODULES}
+    graph = {dotted(path): known.intersection(imports_of(path)) for path in MODULES}
     assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_packages_import_one_way():
+    """The modules of eagle3/ itself count one by one: most are what everything stands on, __main__ is the top."""
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        graph.setdefault(package(dotted(path)), set()).update(
+            package(name) for name in imports_of(path) if file_of(name) in MODULES
+        )
+    assert list(graphlib.TopologicalSorter({name: used - {name} for name, used in graph.items()}).static_order())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
@@ -111,7 +127,7 @@ def test_the_library_never_imports_a_stage(path):
     assert not [name for name in imports_of(path) if name.split(".")[0] == "stages"]
 
 
-@pytest.mark.parametrize("path", [ROOT / "eagle3/__init__.py", ROOT / "stages/__init__.py"], ids=str)
+@pytest.mark.parametrize("path", [path for path in [*MODULES, *STAGE_MODULES] if path.stem == "__init__"], ids=dotted)
 def test_package_files_hold_a_docstring_at_most(path):
     assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle3.flat_config import flatten
+from eagle3.formats.flat_config import flatten
 from eagle3.layer_ids import from_output_of
 from tests.drafts import FROZEN, NESTED, TRAINED, VERIFIER, write_tensors
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.checkpoint_check import check_checkpoint, rule_rows
-from eagle3.config_check import check_config
-from eagle3.draft_config import SCHEMA
-from eagle3.flat_config import flatten
+from eagle3.checks.checkpoint_check import check_checkpoint, rule_rows
+from eagle3.checks.config_check import check_config
+from eagle3.checks.draft_config import SCHEMA
+from eagle3.formats.flat_config import flatten
 from eagle3.problems import InvalidInput
-from eagle3.verifier_config import parse_verifier_config
+from eagle3.verifiers.verifier_config import parse_verifier_config
 from tests.code_deps import ROOT
 from tests.drafts import FROZEN, NESTED, TRAINED, VERIFIER, write_nested, write_tensors
 

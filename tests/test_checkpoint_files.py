@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eagle3.checkpoint_files import epoch_folders, load_signature, read_checkpoint_tensors
+from eagle3.formats.checkpoint_files import epoch_folders, load_signature, read_checkpoint_tensors
 from eagle3.problems import InvalidInput
 from tests.drafts import write_nested, write_tensors
 

@@ -25,7 +25,7 @@ CHECK = {"epochs": {"epoch_0": {}, "epoch_1": {}}, "errors": 0, "warnings": 2}
 EXPECTED = """\
 samples               1,200 train, 64 val, 72 eval (7,917 rows read, 6,581 skipped, 0 failed)
 tokens                150,000, of them 120,000 said by the verifier
-draft vocabulary      8,192 of 49,152 tokens; covers 98.70% of train and 97.90% of val tokens
+draft vocabulary      8,192 of 49,152 tokens; covers 98.70% of train and 97.90% of eval tokens
 
 epoch  train loss  val loss  train accuracy     val accuracy       walk val k=3  walk eval
 0      3.1000      2.9000    0.500 0.300 0.200  0.480 0.290 0.190  1.830         1.830
@@ -63,7 +63,7 @@ def folder(tmp_path, monkeypatch):
     counts = {"read": 7917, "skipped": 6581, "failed": 0, "train": 1200, "val": 64, "eval": 72}
     counts |= {"tokens": 150000, "supervised_tokens": 120000}
     write_manifest(tmp_path / "data/samples", Manifest("sample", counts=counts))
-    coverage = {"coverage_train": 0.987, "coverage_val": 0.979}
+    coverage = {"coverage_train": 0.987, "coverage_eval": 0.979}
     sizes = {"draft_vocab_size": 8192, "vocab_size": 49152}
     write_manifest(tmp_path / "data/vocab_map", Manifest("vocab-map", decisions={**sizes, **coverage}))
     table = {split: {"3": LENGTH} for split in ("val", "eval")}

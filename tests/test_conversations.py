@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.conversation_sources import read_sources
-from eagle3.conversations import (
+from eagle3.params import SampleParams
+from eagle3.problems import InvalidInput
+from eagle3.sampling.conversation_sources import read_sources
+from eagle3.sampling.conversations import (
     Conversation,
     Skipped,
     normalised,
@@ -23,9 +25,7 @@ from eagle3.conversations import (
     without_duplicates,
     write_skipped,
 )
-from eagle3.params import SampleParams
-from eagle3.problems import InvalidInput
-from eagle3.prompt_selection import select
+from eagle3.sampling.prompt_selection import select
 from tests.tiny import write_conversations
 
 USER = {"role": "user", "content": "hi"}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 
-from eagle3 import draft_model
-from eagle3.cpu_attention import Block, document_attention
-from eagle3.cpu_draft import CpuEagle3DraftModel, layout_of
-from eagle3.cpu_head import head_argmax, head_loss
-from eagle3.draft_architecture import resolve_architecture
+from eagle3.drafts import draft_model
+from eagle3.drafts.cpu_attention import Block, document_attention
+from eagle3.drafts.cpu_draft import CpuEagle3DraftModel, layout_of
+from eagle3.drafts.cpu_head import head_argmax, head_loss
+from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.params import DraftParams, VerifierParams, read_params
-from eagle3.verifier import Verifier, resolve_verifier
+from eagle3.verifiers.verifier import Verifier, resolve_verifier
 from tests.code_deps import ROOT
 from tests.tiny import tiny_verifier
 from tests.training_inputs import AUX_LAYER_IDS

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from eagle3.draft_architecture import DraftArchitecture, resolve_architecture, verifier_rope
+from eagle3.drafts.draft_architecture import DraftArchitecture, resolve_architecture, verifier_rope
 from eagle3.params import DraftParams, read_params
 from eagle3.problems import InvalidInput
 from tests.code_deps import ROOT

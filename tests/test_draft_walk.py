@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from eagle3.acceptance import Round, walk
-from eagle3.draft_walk import Walked, predict, walk_table
-from eagle3.hidden_states import SampleStates
-from eagle3.training_data import PackedRows, read_documents
+from eagle3.drafts.draft_walk import Walked, predict, walk_table
+from eagle3.drafts.training_data import PackedRows, read_documents
+from eagle3.states.hidden_states import SampleStates
 from tests.training_inputs import States
 
 X0, X1, X2, X3, X4 = 10, 11, 12, 13, 14

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.checkpoint_check import check_checkpoint
-from eagle3.engine_load import EngineLoad, engine, witness_problems
-from eagle3.flat_config import flatten
-from eagle3.safetensors_headers import read_header
-from eagle3.simulated_load import SimulatedLoad
-from eagle3.verifier_config import parse_verifier_config
+from eagle3.checks.checkpoint_check import check_checkpoint
+from eagle3.checks.engine_load import EngineLoad, engine, witness_problems
+from eagle3.checks.simulated_load import SimulatedLoad
+from eagle3.formats.flat_config import flatten
+from eagle3.formats.safetensors_headers import read_header
+from eagle3.verifiers.verifier_config import parse_verifier_config
 from tests.code_deps import ROOT
 from tests.drafts import FROZEN, NESTED, TRAINED, VERIFIER, write_sparse_tensors, write_tensors
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 import yaml
 
-from eagle3.extraction import Extracted, input_problems
-from eagle3.hidden_states import HiddenStates
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.params import VerifierParams
-from eagle3.samples import Sample, read_samples, write_samples
-from eagle3.verifier import Verifier, resolve_verifier
+from eagle3.sampling.samples import Sample, read_samples, write_samples
+from eagle3.states.extraction import Extracted, input_problems
+from eagle3.states.hidden_states import HiddenStates
+from eagle3.verifiers.verifier import Verifier, resolve_verifier
 from tests.tiny import tiny_verifier
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.flat_config import flatten
+from eagle3.formats.flat_config import flatten
 from eagle3.problems import InvalidInput
 from tests.drafts import LAYER, NESTED
 

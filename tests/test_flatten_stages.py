@@ -209,7 +209,7 @@ def real_checkpoint(verifier: Path, folder: Path) -> None:
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train.cli import create_transformer_layer_config
 
-    from eagle3.checkpoints import write_epoch
+    from eagle3.drafts.checkpoints import write_epoch
 
     layer = create_transformer_layer_config(
         verifier_name_or_path=str(verifier),

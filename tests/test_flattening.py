@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from eagle3.checkpoint_copies import link_checkpoint
-from eagle3.checkpoint_files import read_checkpoint_tensors
-from eagle3.flattening import flatten_checkpoint, flatten_folder
+from eagle3.formats.checkpoint_copies import link_checkpoint
+from eagle3.formats.checkpoint_files import read_checkpoint_tensors
+from eagle3.formats.flattening import flatten_checkpoint, flatten_folder
 from eagle3.problems import InvalidInput
 from tests.drafts import FROZEN, NESTED, TRAINED, write_nested, write_tensors
 

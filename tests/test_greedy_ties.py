@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.greedy_ties import TIE_STEPS, Difference, Judgement, bf16_step, first_difference, judge
+from eagle3.serve.greedy_ties import TIE_STEPS, Difference, Judgement, bf16_step, first_difference, judge
 from tests.counting import counting_verifier, successor
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=8)

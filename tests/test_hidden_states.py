@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from eagle3.hidden_states import HiddenStates, ids_as_bytes, plan_shards
+from eagle3.formats.safetensors_headers import read_header
 from eagle3.manifests import Manifest, write_manifest
 from eagle3.problems import InvalidInput
-from eagle3.safetensors_headers import read_header
-from eagle3.shard_file import ShardFile, check_sizes, clean_scratch, require_space, state_faults, write_at
+from eagle3.states.hidden_states import HiddenStates, ids_as_bytes, plan_shards
+from eagle3.states.shard_file import ShardFile, check_sizes, clean_scratch, require_space, state_faults, write_at
 
 ORIGIN = {"verifier": "a" * 64, "layer_ids": [1, 3, 6], "vllm": "0.32.0"}
 EIGHT_DAYS = 8 * 24 * 3600

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.extraction import extracted
-from eagle3.hidden_states import Shard, map_shard, plan_shards
 from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import DEFAULT
-from eagle3.shard_file import ShardFile
-from eagle3.vllm_engine import prepare_environment, start_engine, stop_engine
+from eagle3.states.extraction import extracted
+from eagle3.states.hidden_states import Shard, map_shard, plan_shards
+from eagle3.states.shard_file import ShardFile
+from eagle3.states.vllm_engine import prepare_environment, start_engine, stop_engine
 from tests.tiny import tiny_verifier
 
 pytestmark = pytest.mark.engine
@@ -68,7 +68,7 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(verifier: Path) -> Any:
     prepare_environment(DEFAULT)
-    from eagle3.hidden_states_connector import engine_options
+    from eagle3.states.hidden_states_connector import engine_options
 
     llm = start_engine(verifier, DEFAULT, WINDOW, False, **engine_options(LAYER_IDS), **SMALL)
     yield llm
@@ -143,7 +143,7 @@ def test_a_shard_is_the_same_bytes_whatever_ran_before_it(engine, tmp_path):
 def test_states_of_cached_tokens_are_stored_too(engine, references, tmp_path):
     from vllm import SamplingParams
 
-    from eagle3.hidden_states_connector import destination
+    from eagle3.states.hidden_states_connector import destination
 
     extract(engine, SAMPLES, tmp_path)
     shard = shard_of(SAMPLES[::-1][:1])
@@ -162,13 +162,13 @@ TWO_WORKERS = """
 from pathlib import Path
 from dataclasses import replace
 from eagle3.machine import DEFAULT
-from eagle3.vllm_engine import prepare_environment, start_engine
+from eagle3.states.vllm_engine import prepare_environment, start_engine
 from tests.test_hidden_states_connector import LAYER_IDS, SAMPLES, WINDOW, extract
 
 if __name__ == "__main__":
     machine = replace(DEFAULT, tensor_parallel_size=2, kv_cache_gib=1)
     prepare_environment(machine)
-    from eagle3.hidden_states_connector import engine_options
+    from eagle3.states.hidden_states_connector import engine_options
 
     engine = start_engine(Path({verifier!r}), machine, WINDOW, False, **engine_options(LAYER_IDS))
     extract(engine, SAMPLES, Path({folder!r}))

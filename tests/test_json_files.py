@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.json_files import JsonFile, RepeatedKey, parse_json_object, printable, read_json_object, spelled
+from eagle3.formats.json_files import JsonFile, RepeatedKey, parse_json_object, printable, read_json_object, spelled
 from eagle3.problems import InvalidInput
 
 

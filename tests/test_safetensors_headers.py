@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle3.formats.safetensors_headers import BITS, num_bytes, read_header, write_header
 from eagle3.problems import InvalidInput
-from eagle3.safetensors_headers import BITS, num_bytes, read_header, write_header
 
 
 def write(path, header: object, data: bytes = b"", length: int | None = None):

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from eagle3.answers import Answering, Generation, Prompt
 from eagle3.machine import DEFAULT
 from eagle3.manifests import read_manifest, verify_files
 from eagle3.problems import InvalidInput
-from eagle3.samples import Sample, read_samples
+from eagle3.sampling.answers import Answering, Generation, Prompt
+from eagle3.sampling.samples import Sample, read_samples
 from tests.tiny import tiny_tokenizer, tiny_verifier, write_conversations
 
 ROOT = Path(__file__).parent.parent
@@ -148,7 +148,7 @@ def test_other_weights_under_the_same_path_never_reuse_old_answers(finished: tup
 
 @pytest.fixture(scope="module")
 def engine(finished: tuple[Path, str]) -> Iterator[Any]:
-    from eagle3.vllm_engine import start_engine, stop_engine
+    from eagle3.states.vllm_engine import start_engine, stop_engine
     from stages.sample import ENGINE_OPTIONS
 
     machine = replace(DEFAULT, cpu_threads=1, kv_cache_gib=1)
@@ -193,7 +193,7 @@ def test_at_a_temperature_the_seed_of_the_conversation_decides(
 def test_what_the_engine_refuses_is_bad_input_in_its_own_words(engine: Any) -> None:
     from vllm import SamplingParams
 
-    from eagle3.vllm_engine import generate
+    from eagle3.states.vllm_engine import generate
 
     with pytest.raises(InvalidInput, match="out of vocabulary"):
         generate(engine, [[1, 9999]], [SamplingParams(max_tokens=2)])
@@ -232,7 +232,7 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
 
 
 def test_an_engine_that_cannot_start_is_bad_input(tmp_path: Path) -> None:
-    from eagle3.vllm_engine import start_engine
+    from eagle3.states.vllm_engine import start_engine
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
     with pytest.raises(InvalidInput, match="no_such_model") as error:

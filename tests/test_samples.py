@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.answers import Answer, Prompt, as_sample, closed_counts, conversation_seed
-from eagle3.conversations import Skipped, parse_row
 from eagle3.problems import InvalidInput
-from eagle3.samples import FILE, SCHEMA, Sample, count_samples, read_samples, write_samples
+from eagle3.sampling.answers import Answer, Prompt, as_sample, closed_counts, conversation_seed
+from eagle3.sampling.conversations import Skipped, parse_row
+from eagle3.sampling.samples import FILE, SCHEMA, Sample, count_samples, read_samples, write_samples
 
 ONE = Sample("b-0", "b", 0, "train", [1, 2, 3, 9, 9], [False, False, False, True, True], "length")
 TWO = Sample("a-0", "a", 0, "eval", [1, 5], [False, True], "stop")

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from eagle3.acceptance import Acceptance, acceptance_of_counts
-from eagle3.greedy_ties import Judgement
 from eagle3.manifests import Manifest
 from eagle3.params import ServeTestParams
 from eagle3.problems import InvalidInput
-from eagle3.serve_report import Measured, acceptance_csv, build_report, gates, report_lines, require_gates, walked
-from eagle3.serving import Answer, Prompt
+from eagle3.serve.greedy_ties import Judgement
+from eagle3.serve.serve_report import Measured, acceptance_csv, build_report, gates, report_lines, require_gates, walked
+from eagle3.serve.serving import Answer, Prompt
 
 # Two prompts; k = 2. The second answer repeats itself, and the server counted two drafts past its end.
 ONE = Answer("a", [5, 6, 7, 8], [1, 0], "length", 2.0, 0.5)

@@ -15,8 +15,8 @@ from ruamel.yaml import YAML
 from eagle3.acceptance import Acceptance, acceptance_of, walk, without_loops
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.params import VerifierParams
-from eagle3.samples import Sample, read_samples, write_samples
-from eagle3.verifier import resolve_verifier
+from eagle3.sampling.samples import Sample, read_samples, write_samples
+from eagle3.verifiers.verifier import resolve_verifier
 from tests.code_deps import ROOT
 from tests.counting import END, answer_to, counting_draft, counting_verifier, first_step
 

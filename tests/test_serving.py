@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.acceptance import Acceptance, acceptance_of, walk
-from eagle3.chat_tokenizer import prompt_ids
 from eagle3.machine import DEFAULT
 from eagle3.problems import InvalidInput
-from eagle3.serving import Answer, Client, Prompt, parse_counters, tokens_per_second
-from eagle3.vllm_command import ServerSettings
-from eagle3.vllm_server import vllm_server
+from eagle3.serve.serving import Answer, Client, Prompt, parse_counters, tokens_per_second
+from eagle3.serve.vllm_command import ServerSettings
+from eagle3.serve.vllm_server import vllm_server
+from eagle3.verifiers.chat_tokenizer import prompt_ids
 from tests.counting import END, answer_to, counting_draft, counting_verifier, first_step
 from tests.tiny import tiny_tokenizer
 

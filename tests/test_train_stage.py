@@ -12,7 +12,7 @@ import pytest
 
 from eagle3.manifests import read_manifest, verify_files
 from eagle3.params import VerifierParams
-from eagle3.verifier import resolve_verifier
+from eagle3.verifiers.verifier import resolve_verifier
 from tests.repository import environment, make_repository, set_params
 from tests.training_inputs import AUX_LAYER_IDS, write_hidden_states, write_vocab_map
 

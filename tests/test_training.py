@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.checkpoints import FROZEN, TRAINED, write_epoch
-from eagle3.draft_architecture import DraftArchitecture, resolve_architecture
-from eagle3.draft_model import build_draft, draft_steps, read_vocabulary
-from eagle3.draft_walk import predict
-from eagle3.hidden_states import HiddenStates
+from eagle3.drafts.checkpoints import FROZEN, TRAINED, write_epoch
+from eagle3.drafts.draft_architecture import DraftArchitecture, resolve_architecture
+from eagle3.drafts.draft_model import build_draft, draft_steps, read_vocabulary
+from eagle3.drafts.draft_walk import predict
+from eagle3.drafts.training import train, trainer_config
+from eagle3.drafts.training_data import PackedRows, read_documents
 from eagle3.params import VerifierParams, read_params
 from eagle3.problems import InvalidInput
-from eagle3.training import train, trainer_config
-from eagle3.training_data import PackedRows, read_documents
-from eagle3.verifier import Verifier, resolve_verifier
+from eagle3.states.hidden_states import HiddenStates
+from eagle3.verifiers.verifier import Verifier, resolve_verifier
 from tests.code_deps import ROOT
 from tests.tiny import tiny_verifier
 from tests.training_inputs import AUX_LAYER_IDS, write_hidden_states, write_vocab_map

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.hidden_states import SampleStates
+from eagle3.drafts.training_data import Document, PackedRows, check_inputs, pack, read_documents
 from eagle3.manifests import Manifest
 from eagle3.problems import InvalidInput
-from eagle3.training_data import Document, PackedRows, check_inputs, pack, read_documents
-from eagle3.verifier import Verifier
+from eagle3.states.hidden_states import SampleStates
+from eagle3.verifiers.verifier import Verifier
 from tests.training_inputs import States
 
 A, H = 2, 4

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from eagle3.acceptance import Acceptance
-from eagle3.training_curves import EpochMetrics
-from eagle3.training_report import best_epoch, epoch_record, summary, verdict, write_reports
+from eagle3.drafts.training_curves import EpochMetrics
+from eagle3.drafts.training_report import best_epoch, epoch_record, summary, verdict, write_reports
 
 
 def record(epoch: int, val_accepted: int, eval_accepted: int = 0) -> dict:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from eagle3.chat_tokenizer import TemplateRefusal, load_tokenizer, prompt_ids, special_token_ids
-from eagle3.dequantise import package_file
 from eagle3.params import VerifierParams
 from eagle3.problems import InvalidInput
-from eagle3.user_cache import cache_home, cached_sha256
-from eagle3.verifier import Verifier, require_window, resolve_verifier
+from eagle3.verifiers.chat_tokenizer import TemplateRefusal, load_tokenizer, prompt_ids, special_token_ids
+from eagle3.verifiers.dequantise import package_file
+from eagle3.verifiers.user_cache import cache_home, cached_sha256
+from eagle3.verifiers.verifier import Verifier, require_window, resolve_verifier
 from tests.tiny import tiny_verifier
 
 REVISION = "a" * 40

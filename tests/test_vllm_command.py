@@ -7,7 +7,7 @@ import os
 import sys
 
 from eagle3.machine import DEFAULT, Machine
-from eagle3.vllm_command import ServerSettings, intel_openmp, num_ranks, server_command, server_environment
+from eagle3.serve.vllm_command import ServerSettings, intel_openmp, num_ranks, server_command, server_environment
 
 
 def machine(**values: int) -> Machine:

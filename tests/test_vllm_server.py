@@ -14,8 +14,8 @@ import pytest
 
 from eagle3.machine import DEFAULT, Machine
 from eagle3.problems import InvalidInput
-from eagle3.vllm_command import ServerSettings
-from eagle3.vllm_server import first_error, vllm_server
+from eagle3.serve.vllm_command import ServerSettings
+from eagle3.serve.vllm_server import first_error, vllm_server
 from tests.code_deps import ROOT
 from tests.tiny import tiny_verifier
 
@@ -24,8 +24,8 @@ STAGE = """\
 import signal, sys, time
 from pathlib import Path
 from eagle3.machine import DEFAULT
-from eagle3.vllm_command import ServerSettings
-from eagle3.vllm_server import vllm_server
+from eagle3.serve.vllm_command import ServerSettings
+from eagle3.serve.vllm_server import vllm_server
 
 def leave(number, frame):
     raise SystemExit(128 + number)

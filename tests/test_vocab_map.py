@@ -15,10 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from eagle3.drafts.vocab_map import (
+    FILE,
+    choose_ids,
+    count_supervised,
+    coverage,
+    map_of,
+    read_vocab_map,
+    write_vocab_map,
+)
 from eagle3.manifests import Manifest, read_manifest, write_manifest
 from eagle3.problems import InvalidInput
-from eagle3.samples import Sample, write_samples
-from eagle3.vocab_map import FILE, choose_ids, count_supervised, coverage, map_of, read_vocab_map, write_vocab_map
+from eagle3.sampling.samples import Sample, write_samples
 
 ROOT = Path(__file__).parent.parent
 NONE = np.zeros(10, np.int64)
@@ -157,13 +165,13 @@ def sample(number, split, answer):
 
 @pytest.fixture
 def repository(tmp_path):
-    """What the stage reads. Answers: train 5, 5, 6; val 5, 9; eval 8s. Special: 1, and 99, which has no row."""
+    """What the stage reads. Answers: train 5, 5, 6; val 5, 9; eval 8, 8, 9, 5. Special: 1, and 99, which has no row."""
     for name in ("eagle3", "stages"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     folder = tmp_path / "data" / "samples"
-    write_samples(folder, [sample(0, "train", [5, 5, 6]), sample(0, "val", [5, 9]), sample(0, "eval", [8] * 9)])
+    write_samples(folder, [sample(0, "train", [5, 5, 6]), sample(0, "val", [5, 9]), sample(0, "eval", [8, 8, 9, 5])])
     decisions = {"vocab_size": 10, "special_token_ids": [1, 99]}
     write_manifest(folder, Manifest("sample", verifier={"sha256": "a" * 64}, decisions=decisions))
     return tmp_path
@@ -189,26 +197,33 @@ def test_the_stage_writes_the_map_and_what_it_covers(repository):
         "vocab_size": 10,
         "coverage_train": 1.0,
         "coverage_val": 1.0,
+        "coverage_eval": 0.5,
         "special_token_ids": [1],
         "special_token_ids_without_a_row": [99],
     }
-    assert manifest.counts == {"train_tokens": 3, "val_tokens": 2, "distinct_train_tokens": 2, "never_answered": 2}
+    tokens = {"train_tokens": 3, "val_tokens": 2, "eval_tokens": 4}
+    assert manifest.counts == {**tokens, "distinct_train_tokens": 2, "never_answered": 2}
     assert manifest.inputs["samples"] == read_manifest(repository / "data" / "samples", "sample").as_dict()
-    assert done.stdout == "vocab-map: 4 of 10 tokens, which cover 100.00% of train, 100.00% of val\n"
+    assert (
+        done.stdout.splitlines()[-1]
+        == "vocab-map: 4 of 10 tokens, which cover 100.00% of train, 50.00% of held-out eval"
+    )
 
 
 def test_the_stage_warns_where_held_out_answers_are_covered_badly(repository):
+    """Padding takes val's own tokens, so val would say 50% where unseen text gets 25%."""
     warning, said = run_stage(repository, 2).stdout.splitlines()
     assert warning.startswith(
-        "WARNING: the draft cannot propose 50.0% of the held-out answers' tokens; raise vocab_map"
+        "WARNING: the draft cannot propose 75.0% of the held-out (eval) answers' tokens; raise vocab_map"
     )
-    assert said == "vocab-map: 2 of 10 tokens, which cover 66.67% of train, 50.00% of val"
+    assert said == "vocab-map: 2 of 10 tokens, which cover 66.67% of train, 25.00% of held-out eval"
 
 
 def test_the_stage_writes_no_map_of_the_whole_vocabulary(repository):
     done = run_stage(repository, 10)
     assert [path.name for path in (repository / "data" / "vocab_map").iterdir()] == ["manifest.json"]
-    assert done.stdout == "vocab-map: 10 of 10 tokens (all: no map), which cover 100.00% of train, 100.00% of val\n"
+    everything = "(all: no map), which cover 100.00% of train, 100.00% of held-out eval"
+    assert done.stdout == f"vocab-map: 10 of 10 tokens {everything}\n"
 
 
 def test_a_size_that_the_stage_refuses_leaves_the_earlier_map(repository):

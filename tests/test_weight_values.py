@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.__main__ import main
-from eagle3.flat_config import flatten
-from eagle3.safetensors_headers import num_bytes, read_header, write_header
-from eagle3.weight_values import WINDOW, map_problems, value_problems
+from eagle3.checks.weight_values import WINDOW, map_problems, value_problems
+from eagle3.formats.flat_config import flatten
+from eagle3.formats.safetensors_headers import num_bytes, read_header, write_header
 from tests.drafts import FROZEN, NESTED, TRAINED
 
 ONE = {"BF16": 0x3F80, "F16": 0x3C00, "F32": 0x3F800000}

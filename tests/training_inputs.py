@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from eagle3.hidden_states import SampleStates
 from eagle3.manifests import Manifest, write_manifest
+from eagle3.states.hidden_states import SampleStates
 
 AUX_LAYER_IDS = [1, 3, 5]
 SAMPLES = {"stage": "sample", "decisions": {"note": "the same for hidden states and vocabulary map"}}

@@ -1,0 +1,1 @@
+"""The judge of checkpoints: config rules, the simulated load, weight values and the engine as witness."""

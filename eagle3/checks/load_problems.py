@@ -1,0 +1,166 @@
+"""What a simulated load means for the user: each tensor not used as it is, each parameter that nothing fills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from eagle3.checks.draft_config import DraftConfig
+from eagle3.checks.expected_tensors import SHARED, ZERO
+from eagle3.checks.simulated_load import CUT, DROPPED_SILENTLY, REFUSED, SimulatedLoad, TensorFate, unfilled
+from eagle3.formats.config_formats import canonical
+from eagle3.formats.json_files import printable
+from eagle3.problems import Problem
+
+VLLM = "vLLM 0.32.0"
+PREFIXES = ("module.", "model.", "draft_model.", "_orig_mod.", "draft.", "eagle.")
+FEW = 4
+TRAINER = ("optimizer.", "scheduler.", "ema.", "verifier_lm_head", "verifier_norm")
+
+
+def load_problems(load: SimulatedLoad, config: DraftConfig, verifier_vocab_size: int) -> Iterator[Problem]:
+    for fate in load.tensors:
+        yield from _tensor_problems(fate)
+    yield from _unknown_tensors(load, config, verifier_vocab_size)
+    yield from _twice(load)
+    yield from _unset_problems(load)
+    for state in load.parameters:
+        if state.state == SHARED and state.parameter.name.startswith("lm_head"):
+            yield _borrowed_head(config, verifier_vocab_size)
+        elif state.state == ZERO:
+            yield _no_map(config, verifier_vocab_size)
+
+
+def common_prefix(names: list[str]) -> str:
+    """A trainer's prefix before nearly every name, such as `module.`; maps and heads may stand without it."""
+    for prefix in PREFIXES:
+        plain = [name for name in names if not name.startswith(prefix)]
+        inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        if any(name.startswith(("fc.", "midlayer.", "layers.0.", *PREFIXES)) for name in inner) and not any(
+            name.startswith(("fc.", "midlayer.", "layers.")) for name in plain
+        ):
+            return prefix
+    return ""
+
+
+def prefix_problem(prefix: str) -> Problem:
+    return Problem(
+        "name-prefix",
+        f"{prefix}*",
+        "the prefix of a trainer or wrapper before the tensor names",
+        "the names without it",
+        f"strip {prefix} from every name and export again; the rest was judged as if that were done",
+        f"{VLLM} refuses: ValueError, there is no module or parameter named model.{prefix.rstrip('.')}",
+    )
+
+
+def _tensor_problems(fate: TensorFate) -> Iterator[Problem]:
+    name, shape = printable(fate.tensor.name), str(list(fate.tensor.shape))
+    expected = str(list(fate.expected))
+    if fate.fate == CUT:
+        fix = "correct the config's sizes, or export again"
+        yield Problem("tensor-cut", name, shape, expected, fix, f"{VLLM} {fate.why}")
+    elif fate.fate == DROPPED_SILENTLY:
+        fix = "set the flag that the tensor belongs to, or train without it"
+        yield Problem("tensor-dropped", name, shape, "a tensor that the server uses", fix, f"{VLLM}: {fate.why}")
+    elif fate.fate == REFUSED and fate.expected:
+        fix = "correct the config's sizes, or export again"
+        yield Problem("tensor-shape", name, shape, expected, fix, f"{VLLM} refuses: {fate.why}")
+
+
+def _unknown_tensors(load: SimulatedLoad, config: DraftConfig, verifier_vocab_size: int) -> Iterator[Problem]:
+    """One problem a tensor that the class does not have; one for all where many share the first word of their name."""
+    groups: dict[str, list[TensorFate]] = {}
+    for fate in load.tensors:
+        if fate.fate == REFUSED and not fate.expected:
+            groups.setdefault(fate.tensor.name.partition(".")[0], []).append(fate)
+    for word, fates in groups.items():
+        if len(fates) <= FEW or word == "layers":
+            for fate in fates:
+                yield _unknown_tensor(fate.tensor.name, str(list(fate.tensor.shape)), config, verifier_vocab_size)
+            continue
+        first = _unknown_tensor(fates[0].tensor.name, "", config, verifier_vocab_size)
+        import difflib
+
+        near = difflib.get_close_matches(word, ("midlayer", "layers"), 1)
+        fix = f"rename {printable(word)}. to layers.0. (vLLM and SGLang take midlayer. too)" if near else first.fix
+        found = f"{len(fates)} tensors, {first.where} and others"
+        yield replace(first, where=f"{printable(word)}.*", found=found, fix=fix)
+
+
+def _unknown_tensor(name: str, shape: str, config: DraftConfig, verifier_vocab_size: int) -> Problem:
+    consequence = f"{VLLM} refuses: ValueError, there is no module or parameter of that name"
+    fix = "remove it, or rename it to what the server calls it"
+    if "d2t" in name and config.draft_vocab_size == verifier_vocab_size:
+        fix = "remove d2t: the vocabularies are equal, so a map (all zero) has nothing to do"
+    elif name.endswith(("_packed", "_scale", "_scale_inv", "_zero_point", "_shape")):
+        fix = "write the quantization_config that the tensors were packed with, or dequantise"
+    elif name.startswith(TRAINER):
+        fix = "export the draft alone, without the trainer's state"
+    elif "q_norm" in name or "k_norm" in name:
+        fix = 'write architectures: ["Eagle3Qwen3ForCausalLM"] and model_type: "qwen3", if these norms were trained'
+    return Problem("unknown-tensor", printable(name), shape, "a tensor that the class has", fix, consequence)
+
+
+def _twice(load: SimulatedLoad) -> Iterator[Problem]:
+    """`midlayer.x` beside `layers.0.x`: both go into the same place."""
+    seen: dict[str, str] = {}
+    for fate in load.tensors:
+        key = canonical(fate.tensor.name)
+        if key in seen:
+            consequence = f"{VLLM} loads both, and the one that it reads last stays"
+            where = printable(fate.tensor.name)
+            yield Problem(
+                "tensor-twice", where, f"beside {printable(seen[key])}", "one of them", "remove one", consequence
+            )
+        seen.setdefault(key, fate.tensor.name)
+
+
+def _unset_problems(load: SimulatedLoad) -> Iterator[Problem]:
+    """One problem a missing tensor; one for all layers that have no tensor. A refused tensor was reported as such."""
+    refused = {canonical(fate.tensor.name) for fate in load.tensors if fate.fate == REFUSED}
+    missing = [(state, part) for state in unfilled(load) for part in state.missing if part.name not in refused]
+    present = {_layer(canonical(fate.tensor.name)) for fate in load.tensors}
+    empty = sorted({_layer(part.name) for _, part in missing} - present - {-1})
+    if empty:
+        where = f"layers.{empty[0]}.*" if len(empty) == 1 else f"layers.{empty[0]}.* to layers.{empty[-1]}.*"
+        count = sum(_layer(part.name) in empty for _, part in missing)
+        consequence = f"{VLLM} loads without a word: {len(empty)} layers keep what memory held"
+        fix = "export them, or correct num_hidden_layers"
+        yield Problem("tensor-missing", where, "absent", f"{count} tensors", fix, consequence)
+    for state, part in missing:
+        if _layer(part.name) not in empty:
+            consequence = f"{VLLM} loads without a word: {state.parameter.name} keeps what memory held"
+            yield Problem("tensor-missing", part.name, "absent", str(list(part.shape)), "export it", consequence)
+
+
+def _layer(name: str) -> int:
+    """The number in `layers.N.`, -1 outside the layers."""
+    parts = name.split(".")
+    return (
+        int(parts[1]) if len(parts) > 2 and parts[0] == "layers" and parts[1].isdecimal() and len(parts[1]) < 7 else -1
+    )
+
+
+def _borrowed_head(config: DraftConfig, verifier_vocab_size: int) -> Problem:
+    expected = str([config.draft_vocab_size, config.hidden_size])
+    if config.draft_vocab_size != verifier_vocab_size:
+        consequence = (
+            f"{VLLM} loads without a word: the verifier's head, {verifier_vocab_size} wide, under a map of "
+            f"{config.draft_vocab_size}"
+        )
+        return Problem("tensor-missing", "lm_head.weight", "absent", expected, "export the draft's head", consequence)
+    consequence = f"{VLLM} borrows the verifier's head; SGLang does so only with draft_vocab_size: null, else random"
+    fix = "nothing, if the draft was trained against the verifier's head; else export its own"
+    return Problem("borrowed-head", "lm_head.weight", "absent", expected, fix, consequence, "warning")
+
+
+def _no_map(config: DraftConfig, verifier_vocab_size: int) -> Problem:
+    return Problem(
+        "tensor-missing",
+        "d2t",
+        "absent",
+        f"int64 [{config.draft_vocab_size}], offsets from draft id to verifier id",
+        "export d2t",
+        f"{VLLM} loads without a word: row i of the head means token i of {verifier_vocab_size}",
+    )

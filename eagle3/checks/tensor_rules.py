@@ -1,0 +1,321 @@
+"""Rules that compare a draft's config with the shapes of its tensors and name the value that would be right.
+
+The simulated load (`eagle3.checks.simulated_load`) finds that a tensor does not fit; these say which field is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from eagle3.checks.config_rules import VLLM, Given, Rule
+from eagle3.formats.json_files import printable
+from eagle3.problems import Problem
+
+ATTN = "layers.0.self_attn"
+FLOATS = ("BF16", "F16", "F32", "F64")
+INTEGERS = ("I64", "I32", "I16", "I8", "U8", "U16", "U32", "U64")
+LAYER = re.compile(r"^layers\.(\d{1,6})\.")
+
+
+def layers_are_as_many_as_the_tensors(given: Given) -> Iterator[Problem]:
+    """`num_hidden_layers` is the number of layers that have tensors.
+
+    Source: llama_eagle3.py, LlamaModel.layers; the loader leaves a layer without tensors uninitialised.
+    """
+    found = {int(match[1]) for name in given.tensors if (match := LAYER.match(name))}
+    layers = given.config.num_hidden_layers
+    if found and found != set(range(layers)):
+        count = max(found) + 1 if found == set(range(max(found) + 1)) else len(found)
+        consequence = (
+            f"{VLLM} leaves {layers - count} layers uninitialised without a word"
+            if layers > count
+            else (f"{VLLM} refuses the tensors of the layers beyond")
+        )
+        right = f"write num_hidden_layers: {count}"
+        yield given.problem("layers", "num_hidden_layers", layers, f"{count}, as in the tensors", right, consequence)
+
+
+def sizes_are_those_of_the_tensors(given: Given) -> Iterator[Problem]:
+    """Every size in the config is the one that the tensors have.
+
+    Source: vllm/model_executor/parameter.py (a larger tensor is narrowed), linear.py, llama_eagle3.py.
+    """
+    config = given.config
+    q, k = given.shape(f"{ATTN}.q_proj.weight"), given.shape(f"{ATTN}.k_proj.weight")
+    gate, norm, fc = given.shape("layers.0.mlp.gate_proj.weight"), given.shape("norm.weight"), given.shape("fc.weight")
+    wanted: dict[str, int | None] = {
+        "hidden_size": norm[0] if len(norm) == 1 else None,
+        "intermediate_size": gate[0] if len(gate) == 2 and gate[1] == config.hidden_size else None,
+    }
+    if config.variant != "mla" and len(q) == len(k) == 2 and q[1] == k[1] == 2 * config.hidden_size:
+        wanted |= _head_sizes(given, q[0], k[0])
+    for key, right in wanted.items():
+        taken = getattr(config, key)
+        if right is not None and right != taken:
+            found = None if key in config.absent else taken
+            default = f"takes {taken}, " if found is None else ""
+            consequence = f"{VLLM} {default}narrows a larger tensor without a word and refuses a smaller one"
+            expected = f"{right}, as in the tensors"
+            yield given.problem("size", key, found, expected, f"write {key}: {right}", consequence)
+    if len(fc) == 2 and config.use_aux:
+        yield from _fc_width(given, fc)
+
+
+def _head_sizes(given: Given, q_rows: int, k_rows: int) -> dict[str, int | None]:
+    """The head sizes that q and k rows allow, holding on to the number of heads that the config names."""
+    config = given.config
+    if (
+        q_rows == config.num_attention_heads * config.head_dim
+        and k_rows == config.num_key_value_heads * config.head_dim
+    ):
+        return {}
+    head_dim, rest = divmod(q_rows, config.num_attention_heads)
+    if rest or k_rows % head_dim:
+        return {}
+    return {"head_dim": head_dim, "num_key_value_heads": k_rows // head_dim}
+
+
+def _fc_width(given: Given, fc: tuple[int, ...]) -> Iterator[Problem]:
+    config = given.config
+    if fc[0] != config.hidden_size or fc[1] == config.num_aux * config.target_hidden_size:
+        return
+    ids = config.ids or config.nested_ids
+    count = len(ids) or config.num_aux
+    wide = given.verifier.hidden_size if given.verifier and given.verifier.hidden_size else config.target_hidden_size
+    if fc[1] == count * config.target_hidden_size:
+        return  # fc_width_follows_the_ids says it
+    if fc[1] % wide == 0 and wide == config.target_hidden_size:
+        right = fc[1] // wide
+        fix = f"write {given.place('num_aux_hidden_states')}: {right} and the {right} layer ids"
+        expected = f"{right}: fc.weight takes {fc[1]} = {right} x {wide}"
+        consequence = f"{VLLM} builds fc for {config.num_aux} states and refuses the tensor"
+        found = config.raw.get("num_aux_hidden_states")
+        yield given.problem("fc-width", "num_aux_hidden_states", found, expected, fix, consequence)
+    elif fc[1] % count == 0:
+        right = fc[1] // count
+        found = None if "target_hidden_size" in config.absent else config.target_hidden_size
+        fix = f"write target_hidden_size: {right}"
+        consequence = (
+            f"{VLLM} builds fc [{config.hidden_size}, {count * config.target_hidden_size}] and refuses the tensor"
+        )
+        expected = f"{right}: fc.weight takes {fc[1]} = {count} x {right}"
+        yield given.problem("width", "target_hidden_size", found, expected, fix, consequence)
+
+
+def draft_vocabulary_is_the_heads(given: Given) -> Iterator[Problem]:
+    """`draft_vocab_size` is the number of rows of lm_head, and the length of d2t.
+
+    Source: llama_eagle3.py, Eagle3LlamaForCausalLM (ParallelLMHead, draft_id_to_target_id).
+    """
+    config = given.config
+    head = given.shape("lm_head.weight")
+    absent = "draft_vocab_size" in config.absent
+    if len(head) == 2 and head[0] != config.draft_vocab_size:
+        found = None if absent else config.draft_vocab_size
+        took = f"{VLLM} takes vocab_size for it: " if absent else f"{VLLM}: "
+        fix = f"write draft_vocab_size: {head[0]}"
+        consequence = f"{took}AssertionError without any text"
+        yield given.problem("vocabulary", "draft_vocab_size", found, f"{head[0]}, rows of lm_head", fix, consequence)
+    elif absent and head:
+        consequence = f"{VLLM} takes vocab_size, which is what lm_head has"
+        yield given.warning("vocabulary", "draft_vocab_size", None, str(config.vocab_size), "write it", consequence)
+
+
+def vocabulary_is_that_of_the_tensors(given: Given) -> Iterator[Problem]:
+    """`vocab_size` is the number of rows of embed_tokens and the length of t2d.
+
+    Source: llama_eagle3.py, VocabParallelEmbedding; t2d is skipped by the server and tells the verifier's vocabulary.
+    """
+    config = given.config
+    for name in ("embed_tokens.weight", "t2d"):
+        shape = given.shape(name)
+        if shape and shape[0] != config.vocab_size:
+            known = given.verifier.vocab_size if given.verifier else None
+            fix = f"write vocab_size: {shape[0]}" if known in (None, shape[0]) else f"rebuild {name} with {known} rows"
+            consequence = (
+                f"{VLLM}: AssertionError without any text" if name != "t2d" else "the map is for another vocabulary"
+            )
+            yield given.problem(
+                "vocabulary", "vocab_size", config.vocab_size, f"{shape[0]}, as in {name}", fix, consequence
+            )
+    t2d = given.tensors.get("t2d")
+    if t2d and t2d.dtype not in ("BOOL", "U8", *INTEGERS):
+        consequence = "no server reads it, but it is no mask"
+        yield Problem("vocabulary", "t2d", t2d.dtype, "BOOL", "export it as bool", consequence, "warning")
+
+
+def map_is_integers(given: Given) -> Iterator[Problem]:
+    """d2t holds 64-bit integers.
+
+    Source: llama_eagle3.py, draft_id_to_target_id (torch.long); copying casts without a word.
+    """
+    d2t = given.tensors.get("d2t")
+    if d2t is None or d2t.dtype == "I64":
+        return
+    fix = "export d2t as int64"
+    if d2t.dtype in INTEGERS:
+        yield Problem("map-dtype", "d2t", d2t.dtype, "I64", fix, f"{VLLM} casts it, without loss", "warning")
+    else:
+        yield Problem("map-dtype", "d2t", d2t.dtype, "I64", fix, f"{VLLM} rounds it to integers without a word")
+
+
+def norms_have_their_flags(given: Given) -> Iterator[Problem]:
+    """norm_before_fc is true exactly where input_norm exists, fc_norm exactly where fc_norm.N do.
+
+    Source: llama_eagle3.py, load_weights skips input_norm.* without the flag; a flag without its tensor is not noticed.
+    """
+    config = given.config
+    if not given.tensors or config.variant == "mla":
+        return
+    has = {
+        "norm_before_fc": "input_norm.weight" in given.tensors,
+        "fc_norm": any(name.startswith("fc_norm.") for name in given.tensors),
+    }
+    for key, present in has.items():
+        flag: bool = getattr(config, key)
+        if flag == present:
+            continue
+        tensor = "input_norm.weight" if key == "norm_before_fc" else "fc_norm.N.weight"
+        without = "drops the tensor without a word" if key == "norm_before_fc" else "refuses the tensors"
+        consequence = f"{VLLM} leaves the norm uninitialised" if flag else f"{VLLM} {without}"
+        found = None if key in config.absent and not flag else flag
+        expected = f"{str(present).lower()}: {tensor} is {'there' if present else 'not there'}"
+        yield given.problem("norm-flag", key, found, expected, f"write {key}: {str(present).lower()}", consequence)
+
+
+def biases_have_their_flags(given: Given) -> Iterator[Problem]:
+    """attention_bias and mlp_bias are true exactly where the bias tensors exist.
+
+    Source: llama_eagle3.py and llama.py; AutoWeightsLoader skips every unexpected .bias without a word.
+    """
+    if not given.tensors:
+        return
+    flags = {
+        "attention_bias": (given.config.qkv_bias, f"{ATTN}.q_proj.bias"),
+        "mlp_bias": (given.config.mlp_bias, "layers.0.mlp.gate_proj.bias"),
+    }
+    for key, (flag, name) in flags.items():
+        present = name in given.tensors
+        if flag != present and given.config.variant != "mla":
+            right = str(present).lower()
+            consequence = (
+                f"{VLLM} leaves the biases uninitialised" if flag else f"{VLLM} drops the biases without a word"
+            )
+            found = None if key in given.config.absent else flag
+            expected = f"{right}: {name} is {'there' if present else 'not there'}"
+            yield given.problem("bias-flag", key, found, expected, f"write {key}: {right}", consequence)
+
+
+def class_is_that_of_the_tensors(given: Given) -> Iterator[Problem]:
+    """q_norm and k_norm belong to the Qwen3 class, q_a or kv_a projections to the MLA class, neither to Llama.
+
+    Source: vllm/model_executor/models/qwen3_eagle3.py, deepseek_eagle3.py.
+    """
+    if not any(name.startswith(ATTN) for name in given.tensors):
+        return
+    seen = "llama"
+    if f"{ATTN}.q_norm.weight" in given.tensors:
+        seen = "qwen3"
+    if f"{ATTN}.kv_a_proj_with_mqa.weight" in given.tensors:
+        seen = "mla"
+    right = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM", "mla": "Eagle3DeepseekV2ForCausalLM"}
+    if seen != given.config.variant:
+        found: Any = given.config.raw.get("architectures")
+        layer_type = {"llama": "llama", "qwen3": "qwen3", "mla": "deepseek_v2"}[seen]
+        where = "model_type" if given.config.nested else "architectures"
+        expected = f'"{layer_type}"' if given.config.nested else f'["{right[seen]}"]'
+        fix = f'write model_type: "{layer_type}"' + ("" if given.config.nested else f" and architectures: {expected}")
+        consequence = (
+            f"{VLLM} builds the {given.config.variant} draft: tensors are refused or parameters stay uninitialised"
+        )
+        yield given.problem("class-name", where, found, expected, fix, consequence)
+
+
+def aux_states_are_used(given: Given) -> Iterator[Problem]:
+    """use_aux_hidden_state is true wherever fc exists.
+
+    Source: llama_eagle3.py, load_weights skips fc.* when it is false.
+    """
+    if not given.config.use_aux and "fc.weight" in given.tensors:
+        consequence = f"{VLLM} drops fc without a word and feeds the draft the final state alone"
+        fix = "write use_aux_hidden_state: true"
+        yield given.problem(
+            "aux-flag", "eagle_config.use_aux_hidden_state", False, "true: fc.weight is there", fix, consequence
+        )
+
+
+def embedding_is_there_where_it_cannot_be_shared(given: Given) -> Iterator[Problem]:
+    """embed_tokens is in the file wherever the draft's width is not the verifier's, or the verifier is rotated.
+
+    Source: vllm/v1/spec_decode/llm_base_proposer.py, _maybe_share_embeddings.
+    """
+    if not given.tensors or "embed_tokens.weight" in given.tensors:
+        return
+    config = given.config
+    if _verifier_width(given) != config.hidden_size:
+        consequence = f"{VLLM} cannot share the verifier's embedding (another width) and leaves it uninitialised"
+        expected = f"[{config.vocab_size}, {config.hidden_size}]"
+        yield Problem(
+            "embedding", "embed_tokens.weight", "absent", expected, "export the draft's embedding", consequence
+        )
+    elif given.verifier and given.verifier.rotated:
+        consequence = "the shared embedding is rotated with the verifier, the draft was trained on another basis"
+        fix = "export embed_tokens in the original basis; hidden states are rotated too"
+        yield Problem("embedding", "embed_tokens.weight", "absent", "the draft's own", fix, consequence, "warning")
+
+
+def _verifier_width(given: Given) -> int:
+    """The verifier's hidden size: as its config says, else as fc tells, else as the draft's config says."""
+    config, fc = given.config, given.shape("fc.weight")
+    if given.verifier and given.verifier.hidden_size:
+        return given.verifier.hidden_size
+    count = len(config.ids or config.nested_ids) or config.num_aux
+    return fc[1] // count if len(fc) == 2 and fc[1] % count == 0 else config.target_hidden_size
+
+
+def dtypes_are_plain(given: Given) -> Iterator[Problem]:
+    """Weights are plain floats, in the dtype that the config names.
+
+    Source: vllm/model_executor/models/utils.py, AutoWeightsLoader._load_param: copies across dtypes with a log line.
+    """
+    if given.config.quantized:
+        return
+    others: set[str] = set()
+    for name, tensor in given.tensors.items():
+        if name in ("d2t", "t2d") or name.endswith(("_scale", "_scale_inv", "_packed", "_zero_point", "_shape")):
+            continue
+        if tensor.dtype not in FLOATS:
+            consequence = f"{VLLM} copies the raw numbers into a bfloat16 parameter, one log line"
+            fix = "export with a scale and a quantization_config, or dequantise"
+            yield Problem("tensor-dtype", printable(name), tensor.dtype, "BF16, F16 or F32", fix, consequence)
+        others.add(tensor.dtype)
+    named = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(given.config.dtype or "")
+    if named and others & set(FLOATS) - {named}:
+        consequence = f"{VLLM} casts every tensor to the verifier's dtype"
+        found = ", ".join(sorted(others & set(FLOATS)))
+        yield Problem(
+            "tensor-dtype",
+            "dtype",
+            found,
+            f"{named}, as the config says",
+            "export in one dtype",
+            consequence,
+            "warning",
+        )
+
+
+TENSOR_RULES: tuple[Rule, ...] = (
+    class_is_that_of_the_tensors,
+    layers_are_as_many_as_the_tensors,
+    sizes_are_those_of_the_tensors,
+    draft_vocabulary_is_the_heads,
+    vocabulary_is_that_of_the_tensors,
+    map_is_integers,
+    norms_have_their_flags,
+    biases_have_their_flags,
+    aux_states_are_used,
+    embedding_is_there_where_it_cannot_be_shared,
+    dtypes_are_plain,
+)

@@ -1,0 +1,1 @@
+"""The draft while it is trained: vocabulary, architecture, data, loss, predictions, checkpoints."""

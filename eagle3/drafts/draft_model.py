@@ -1,0 +1,148 @@
+"""speculators' EAGLE-3 model, built from an explicit architecture; the library's silent substitutions are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from loguru import logger as loguru_logger
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.utils.loading import _resolve_key, list_checkpoint_keys
+from transformers import LlamaConfig
+
+from eagle3.drafts.cpu_draft import CpuEagle3DraftModel
+from eagle3.drafts.draft_architecture import DraftArchitecture
+from eagle3.drafts.draft_walk import Draft
+from eagle3.drafts.vocab_map import read_vocab_map
+from eagle3.problems import InvalidInput, Problem
+from eagle3.verifiers.verifier import Verifier
+
+# PreTrainedModel draws weights with this standard deviation, whatever the layer's config says (transformers 5.19).
+INITIAL_STD = 0.02
+
+# d2t offsets int64 [K] (verifier id = i + d2t[i]) and t2d bool [V].
+Vocabulary = tuple[torch.Tensor, torch.Tensor]
+
+
+def device() -> torch.device:
+    """The first GPU where there is one, else the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def read_vocabulary(folder: Path, architecture: DraftArchitecture) -> Vocabulary | None:
+    """d2t and t2d of data/vocab_map; None where both vocabularies are one, and no map is stored."""
+    if architecture.draft_vocab_size == architecture.vocab_size:
+        return None
+    d2t_K, t2d_V = read_vocab_map(folder)
+    return torch.from_numpy(d2t_K), torch.from_numpy(t2d_V)
+
+
+def build_draft(
+    architecture: DraftArchitecture,
+    verifier: Verifier,
+    vocabulary: Vocabulary | None,
+    ttt_steps: int,
+    seed: int,
+) -> Eagle3DraftModel:
+    """A new draft in float32 on the CPU: trained part drawn from `seed`, frozen part copied from the verifier.
+
+    The library would replace a missing head by the
+    embedding and a missing final norm by ones (speculators 0.9.0 model.py:166, utils/loading.py); both are refused.
+    """
+    _require_verifier_tensors(verifier)
+    loguru_logger.disable("speculators.utils.loading")  # says at INFO and WARNING which file it opens
+    torch.manual_seed(seed)
+    d2t_K, t2d_V = vocabulary or (None, None)
+    model = draft_class().from_training_args(
+        layer_config(architecture),
+        t2d=t2d_V,
+        d2t=d2t_K,
+        draft_vocab_size=architecture.draft_vocab_size,
+        norm_before_residual=architecture.norm_before_residual,
+        norm_before_fc=architecture.norm_before_fc,
+        fc_norm=architecture.fc_norm,
+        norm_output=architecture.norm_output,
+        embed_requires_grad=False,
+        target_layer_ids=list(architecture.aux_layer_ids),
+        verifier_name_or_path=str(verifier.path),
+        ttt_steps=ttt_steps,
+        draft_attn_impl="simple_flex_attention" if torch.cuda.is_available() else "sdpa",
+        trust_remote_code=False,
+    )
+    broken = [name for name, tensor in model.state_dict().items() if not bool(tensor.isfinite().all())]
+    assert not broken, f"not finite after loading: {broken}"
+    return model
+
+
+def draft_class() -> type[Eagle3DraftModel]:
+    """On a CPU, the same model with a forward that leaves out what nothing depends on."""
+    return Eagle3DraftModel if torch.cuda.is_available() else CpuEagle3DraftModel
+
+
+def layer_config(architecture: DraftArchitecture) -> LlamaConfig:
+    """The decoder of the draft as transformers describes it; no token ids, which a draft has no use for."""
+    return LlamaConfig(
+        vocab_size=architecture.vocab_size,
+        hidden_size=architecture.hidden_size,
+        intermediate_size=architecture.intermediate_size,
+        num_hidden_layers=architecture.num_hidden_layers,
+        num_attention_heads=architecture.num_attention_heads,
+        num_key_value_heads=architecture.num_key_value_heads,
+        head_dim=architecture.head_dim,
+        hidden_act=architecture.hidden_act,
+        max_position_embeddings=architecture.max_position_embeddings,
+        initializer_range=INITIAL_STD,
+        rms_norm_eps=architecture.rms_norm_eps,
+        rope_parameters=dict(architecture.rope_parameters),
+        attention_bias=architecture.attention_bias,
+        attention_dropout=0.0,
+        mlp_bias=architecture.mlp_bias,
+        sliding_window=architecture.sliding_window,
+        use_sliding_window=architecture.sliding_window is not None,
+        layer_types=architecture.layer_types,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _require_verifier_tensors(verifier: Verifier) -> None:
+    """Look the names up as the library will (utils/loading.py), and refuse what it would replace in silence."""
+    keys = dict.fromkeys(list_checkpoint_keys(verifier.path), "")
+    names = ["embed_tokens.weight", "model.norm.weight"]
+    if not verifier.text_config.get("tie_word_embeddings", verifier.config.get("tie_word_embeddings")):
+        names.append("lm_head.weight")
+    problems = [
+        Problem(
+            "verifier-tensor",
+            name,
+            "not among the verifier's safetensors",
+            "the unquantised tensor",
+            "choose a verifier that stores it",
+            "speculators 0.9.0 would put another tensor, or ones, in its place",
+        )
+        for name in names
+        if not _own_tensor(_resolve_key(name, keys))
+    ]
+    if problems:
+        raise InvalidInput(*problems)
+
+
+def _own_tensor(key: str | None) -> bool:
+    """The library's search by suffix takes a layer's `input_layernorm.weight` for a missing final `norm.weight`."""
+    return key is not None and "layers." not in key
+
+
+def draft_steps(model: Eagle3DraftModel) -> Draft:
+    """`model` as the walk wants it: a batch without targets and a number of steps -> draft ids [1, T] per step."""
+
+    def draft(batch: dict[str, torch.Tensor], steps: int) -> Sequence[torch.Tensor]:
+        place = device()
+        moved = {name: tensor.to(place) for name, tensor in batch.items()}
+        with torch.no_grad(), torch.autocast(place.type, dtype=torch.bfloat16):
+            drafted: Sequence[torch.Tensor] = model.eval()(**moved, ttt_steps=steps)
+        return drafted
+
+    return draft

