@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 LOOP_NGRAM = 8
@@ -62,23 +63,36 @@ class Acceptance:
         }
 
 
-def walk(predictions_sT: Sequence[Sequence[int]], tokens_T: Sequence[int], num_prompt: int, k: int) -> list[Round]:
-    """The rounds of a server that drafts k tokens at batch 1 and greedily emits exactly `tokens_T`.
+def right_drafts(predictions_sT: Sequence[Sequence[int]], tokens_T: Sequence[int], num_prompt: int) -> list[int]:
+    """How many leading drafts a round would have right, for rounds at n = num_prompt, num_prompt + 1, ... last - 1.
 
-    predictions_sT: at least k rows of verifier ids; row s, index i predicts tokens_T[i + 2 + s].
+    predictions_sT: rows of verifier ids; row s, index i predicts tokens_T[i + 2 + s]. Whichever of these rounds a
+    server takes, and however many tokens it drafts, the counts are here.
 
-    >>> walk([[0, 7, 9, 0], [0, 8, 0, 0]], [5, 6, 7, 8, 9], num_prompt=2, k=2)
-    [Round(position=2, accepted=0), Round(position=3, accepted=1)]
+    >>> right_drafts([[0, 7, 9, 0], [0, 8, 0, 0]], [5, 6, 7, 8, 9], num_prompt=2)
+    [0, 1]
     """
-    assert len(predictions_sT) >= k, (len(predictions_sT), k)
-    rounds = []
-    n, last = num_prompt, len(tokens_T) - 1
-    while n < last:
-        accepted, limit = 0, min(k, last - n)
-        while accepted < limit and predictions_sT[accepted][n - 1] == tokens_T[n + 1 + accepted]:
-            accepted += 1
-        rounds.append(Round(n, accepted))
-        n += accepted + 1
+    counts = []
+    for n in range(num_prompt, len(tokens_T) - 1):
+        proposed = (row[n - 1] for row in predictions_sT)
+        agreed = (draft == token for draft, token in zip(proposed, tokens_T[n + 1 :], strict=False))
+        counts.append(sum(takewhile(bool, agreed)))
+    return counts
+
+
+def walk(right_n: Sequence[int], num_prompt: int, k: int) -> list[Round]:
+    """The rounds of a server that drafts k tokens at batch 1 and greedily emits exactly the walked answer.
+
+    right_n: see `right_drafts`; a leading part of it walks a leading part of the answer.
+
+    >>> walk([2, 0, 0, 1], num_prompt=3, k=2)
+    [Round(position=3, accepted=2), Round(position=6, accepted=1)]
+    """
+    rounds, i = [], 0
+    while i < len(right_n):
+        accepted = min(k, right_n[i], len(right_n) - i)
+        rounds.append(Round(num_prompt + i, accepted))
+        i += accepted + 1
     return rounds
 
 

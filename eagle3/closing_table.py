@@ -88,12 +88,18 @@ def _served() -> list[str]:
     )
     return [
         _row("acceptance length", f"{length}; {free}"),
-        _row("  predicted by walk", f"{report['walk']['acceptance_length']:.3f}"),
+        _row("  predicted by walk", _prediction(report)),
         _row("acceptance rate", f"{rates} by position, {report['num_speculative_tokens']} tokens drafted a round"),
         _row("greedy answers", equal),
         _row("tokens/s", speeds),
         "",
     ]
+
+
+def _prediction(report: Json) -> str:
+    walk, same = report["walk"]["acceptance_length"], report["against_walk"]
+    both = f"{same['walk_acceptance_length']:.3f} predicted and {same['acceptance_length']:.3f} served"
+    return f"{walk:.3f}; over the same {same['rounds']:,} rounds {both}"
 
 
 def _stages() -> list[str]:

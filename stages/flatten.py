@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from eagle3.atomic_files import link_or_copy
+from eagle3.drafts import walk_files
 from eagle3.formats.checkpoint_files import epoch_folders
 from eagle3.formats.flattening import flatten_checkpoint
 from eagle3.manifests import NAME, Manifest, read_manifest, write_manifest
@@ -33,7 +34,8 @@ def run(stage: Stage) -> None:
     for number in epochs:
         name = f"epoch_{number}"
         linked = flatten_checkpoint(CHECKPOINTS / name, flattened / name, dropped)
-        unchanged += [f"{name}/{file}" for file in linked]
+        link_or_copy(CHECKPOINTS / name / walk_files.NAME, flattened / name / walk_files.NAME)
+        unchanged += [f"{name}/{file}" for file in (*linked, walk_files.NAME)]
         (configs / name).mkdir()
         shutil.copyfile(flattened / name / "config.json", configs / name / "config.json")
     kept = {key: value for key, value in stage.values["flatten"].items() if key != "select"}

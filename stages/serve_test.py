@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle3.atomic_files import write_json, write_text
+from eagle3.drafts.walk_files import read_walks
 from eagle3.engines import require_engine
 from eagle3.machine import read_machine
 from eagle3.manifests import read_manifest, verify_files
@@ -71,9 +72,8 @@ def measure(stage: Stage, server: ServerSettings, asked: list[Sample], limit: in
     )
     judgements = judge(server.verifier, filter(None, parted), server.trust_remote_code)
     sampled = [sample.input_ids[sample.num_prompt :] for sample in asked]
-    return Measured(
-        prompts, one.answers, other.answers, sampled, judgements, one.counted, server.num_speculative_tokens
-    )
+    right, k = read_walks(DRAFT), server.num_speculative_tokens
+    return Measured(prompts, one.answers, other.answers, sampled, judgements, one.counted, right, k)
 
 
 if __name__ == "__main__":

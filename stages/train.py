@@ -18,6 +18,7 @@ from eagle3.drafts.training import train, use_threads
 from eagle3.drafts.training_curves import EpochMetrics, announce
 from eagle3.drafts.training_data import PackedRows, check_inputs, read_documents
 from eagle3.drafts.training_report import Record, best_epoch, epoch_record, progress, verdict, write_reports
+from eagle3.drafts.walk_files import write_walks
 from eagle3.engines import require_engine
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, read_manifest, write_manifest
@@ -52,8 +53,9 @@ def run(stage: Stage) -> None:
     records: list[Record] = []
 
     def close_epoch(epoch: int, metrics: EpochMetrics) -> None:
-        write_epoch(checkpoints, epoch, model, verifier.source)
+        place = write_epoch(checkpoints, epoch, model, verifier.source)
         walked = predict(draft_steps(model), walk_rows, vocabulary and vocabulary[0])
+        write_walks(place, {one.sample_id: one.right_n for one in walked if one.split == "eval"})
         records.append(epoch_record(epoch, metrics, walk_table(walked), walk_table(walked, loops=False)))
         announce(progress(records[-1], params.ttt_steps))
 

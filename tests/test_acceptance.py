@@ -11,6 +11,7 @@ from eagle3.acceptance import (
     acceptance_of,
     acceptance_of_counts,
     bootstrap_interval,
+    right_drafts,
     walk,
     without_loops,
 )
@@ -38,7 +39,7 @@ def test_the_walk_as_it_is_drawn():
     step_0[2], step_1[2], step_2[2] = 14, 15, 99
     # n = 3 + 2 + 1 = 6: the verifier gave 16; hidden state 5 proposes token 7 and what would come after the end
     step_0[5], step_1[5] = 17, 18
-    rounds = walk([step_0, step_1, step_2], tokens, num_prompt=3, k=3)
+    rounds = walk(right_drafts([step_0, step_1, step_2], tokens, num_prompt=3), num_prompt=3, k=3)
     assert rounds == [Round(3, 2), Round(6, 1)]
     assert acceptance_of(rounds, 3) == Acceptance(2, (2, 1, 0))
     assert acceptance_of(rounds, 3).length == 1 + 3 / 2
@@ -48,7 +49,7 @@ def test_the_walk_as_it_is_drawn():
 @given(sequences())
 def test_rounds_cover_the_answer_without_a_gap(case):
     rows, tokens, num_prompt, k = case
-    rounds = walk(rows, tokens, num_prompt, k)
+    rounds = walk(right_drafts(rows, tokens, num_prompt), num_prompt, k)
     last = len(tokens) - 1
     position = num_prompt
     for round_ in rounds:
@@ -60,7 +61,7 @@ def test_rounds_cover_the_answer_without_a_gap(case):
 @given(sequences())
 def test_acceptance_length_lies_between_1_and_k_plus_1(case):
     rows, tokens, num_prompt, k = case
-    acceptance = acceptance_of(walk(rows, tokens, num_prompt, k), k)
+    acceptance = acceptance_of(walk(right_drafts(rows, tokens, num_prompt), num_prompt, k), k)
     assert 1.0 <= acceptance.length <= k + 1
     assert all(0.0 <= rate <= 1.0 for rate in acceptance.rates)
     assert list(acceptance.rates) == sorted(acceptance.rates, reverse=True)
@@ -71,15 +72,26 @@ def test_right_predictions_are_all_accepted_and_wrong_ones_none(case):
     _, tokens, num_prompt, k = case
     last = len(tokens) - 1
     right = [[tokens[min(i + 2 + s, last)] for i in range(len(tokens))] for s in range(k)]
-    assert all(round_.accepted == min(k, last - round_.position) for round_ in walk(right, tokens, num_prompt, k))
-    wrong = [[-1] * len(tokens)] * k
-    assert walk(wrong, tokens, num_prompt, k) == [Round(n, 0) for n in range(num_prompt, last)]
+    rounds = walk(right_drafts(right, tokens, num_prompt), num_prompt, k)
+    assert all(round_.accepted == min(k, last - round_.position) for round_ in rounds)
+    wrong = right_drafts([[-1] * len(tokens)] * k, tokens, num_prompt)
+    assert walk(wrong, num_prompt, k) == [Round(n, 0) for n in range(num_prompt, last)]
+
+
+@given(sequences(), st.integers(0, 30))
+def test_a_leading_part_of_the_counts_walks_a_leading_part_of_the_answer(case, cut):
+    rows, tokens, num_prompt, k = case
+    shorter = tokens[: max(num_prompt, len(tokens) - cut)]
+    right = right_drafts(rows, tokens, num_prompt)[: max(0, len(shorter) - 1 - num_prompt)]
+    assert walk(right, num_prompt, k) == walk(right_drafts(rows, shorter, num_prompt), num_prompt, k)
 
 
 @given(sequences())
 def test_more_drafts_never_need_more_rounds(case):
     rows, tokens, num_prompt, k = case
-    assert len(walk(rows, tokens, num_prompt, k)) <= len(walk(rows, tokens, num_prompt, k - 1))
+    assert len(walk(right_drafts(rows, tokens, num_prompt), num_prompt, k)) <= len(
+        walk(right_drafts(rows, tokens, num_prompt), num_prompt, k - 1)
+    )
 
 
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
@@ -103,7 +115,7 @@ def test_rounds_inside_a_repetition_are_left_out():
 @given(sequences())
 def test_an_answer_without_repetition_loses_no_round(case):
     rows, tokens, num_prompt, k = case
-    rounds = walk(rows, tokens, num_prompt, k)
+    rounds = walk(right_drafts(rows, tokens, num_prompt), num_prompt, k)
     assert without_loops(rounds, list(range(len(tokens)))) == rounds
     assert set(without_loops(rounds, tokens)) <= set(rounds)
 

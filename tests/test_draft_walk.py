@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
-from eagle3.acceptance import Round, walk
+from eagle3.acceptance import right_drafts
 from eagle3.drafts.draft_walk import Walked, predict, walk_table
 from eagle3.drafts.training_data import PackedRows, read_documents
 from eagle3.states.hidden_states import SampleStates
@@ -35,20 +34,18 @@ def test_the_drawing():
     [walked] = predict(draft, rows, d2t)
     assert seen["input_ids"][0, :4].tolist() == [X1, X2, X3, X4]
     assert "verifier_last_hidden_states" not in seen
-    assert walked.predictions_sT[0][:3] == [X2, X3, X4]
-    assert walked.predictions_sT[1][:2] == [X3, X4]
-    assert walk(walked.predictions_sT, walked.tokens_T, walked.num_prompt, 2) == [Round(2, 2)]
+    # the round at n = 2 has both right, the one at n = 3 the one that is left
+    assert (walked.sample_id, walked.tokens_T, walked.num_prompt) == ("a", [X0, X1, X2, X3, X4], 2)
+    assert walked.right_n == [2, 1]
     assert walked.acceptance(2).length == 3.0
 
 
 def test_a_token_outside_the_draft_vocabulary_is_never_right():
-    walked = Walked("val", [X0, X1, X2, X3, X4], 2, [[X2, 99, X4, 0]] * 8)
-    assert walk(walked.predictions_sT, walked.tokens_T, 2, 1) == [Round(2, 0), Round(3, 1)]
+    assert right_drafts([[X2, 99, X4, 0]] * 8, [X0, X1, X2, X3, X4], 2) == [0, 1]
 
 
 def test_the_table_holds_every_length_of_both_splits_and_adds_samples_up():
-    right = [[X2, X3, X4, 0], [X3, X4, 0, 0], [X4, 0, 0, 0], *[[0] * 4] * 5]
-    walked = Walked("val", [X0, X1, X2, X3, X4], 2, right)
+    walked = Walked("a", "val", [X0, X1, X2, X3, X4], 2, [2, 1])
     table = walk_table([walked, walked])
     assert list(table) == ["val", "eval"]
     assert list(table["val"]) == [str(k) for k in range(1, 9)]
@@ -68,13 +65,6 @@ def test_the_table_holds_every_length_of_both_splits_and_adds_samples_up():
 
 def test_rounds_inside_a_repetition_can_be_left_out():
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3
-    walked = Walked("val", tokens, 1, [[0] * len(tokens)] * 8)
+    walked = Walked("a", "val", tokens, 1, [0] * (len(tokens) - 2))
     assert walked.acceptance(1).rounds == 25
     assert walked.acceptance(1, loops=False).rounds == 15
-
-
-@pytest.mark.parametrize("num_prompt", [1, 3])
-def test_the_first_answer_token_is_given_by_the_verifier(num_prompt):
-    tokens = list(range(8))
-    walked = Walked("val", tokens, num_prompt, [[0] * 8] * 8)
-    assert walk(walked.predictions_sT, tokens, num_prompt, 1)[0].position == num_prompt

@@ -18,16 +18,19 @@ from eagle3.serve.serving import Answer, Prompt
 ONE = Answer("a", [5, 6, 7, 8], [1, 0], "length", 2.0, 0.5)
 TWO = Answer("b", [5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5], [0, 2, 2, 2, 2], "length", 2.0, 0.5)
 WALK = Acceptance(7, (5, 4))
+# What training found right at each place of the sampled answers (the same as the served ones): two rounds of four
+# tokens and five of twelve, where the server and the walk agree.
+RIGHT = {"a": [1, 0, 0], "b": [0, 2, 0, 0, 2, 0, 0, 2, 0, 0, 1]}
 BOUNDS = ServeTestParams(2, 2, 7, 1.5, 0.1, 0.5)
 
 
-def measured(sampled: list[list[int]] | None = None, judgements: tuple[Judgement, ...] = ()) -> Measured:
+def measured(sampled: list[list[int]] | None = None, judgements: tuple[Judgement, ...] = (), right=RIGHT) -> Measured:
     answers = [ONE, TWO]
     slower = [Answer(one.sample_id, one.token_ids, [], "length", 4.0, 0.5) for one in answers]
     sampled = [one.token_ids for one in answers] if sampled is None else sampled
     counted = acceptance_of_counts(ONE.accepted + TWO.accepted, 2)
     prompts = [Prompt("a", [1, 2], 12), Prompt("b", [1, 2], 12)]
-    return Measured(prompts, answers, slower, sampled, list(judgements), counted, 2)
+    return Measured(prompts, answers, slower, sampled, list(judgements), counted, right, 2)
 
 
 def report_of(*arguments, walk: Acceptance = WALK):
@@ -39,8 +42,19 @@ def test_acceptance_is_what_the_server_counted_and_the_gap_what_the_walk_counts(
     assert report["served"]["rounds"] == 7
     assert report["served"]["acceptance_length"] == round(1 + 9 / 7, 6)
     # the last round of the second answer began at its token 10 of 11: one draft is inside the answer
-    assert report["against_walk"]["acceptance_length"] == round(1 + 8 / 7, 6)
-    assert report["against_walk"]["gap"] == round(abs(8 - 9) / 7, 6)
+    assert report["against_walk"] == {
+        "prompts": 2,
+        "rounds": 7,
+        "acceptance_length": round(1 + 8 / 7, 6),
+        "walk_acceptance_length": round(1 + 8 / 7, 6),
+        "gap": 0.0,
+    }
+
+
+def test_a_draft_that_the_server_computes_otherwise_shows_as_a_gap():
+    against = report_of(None, (), {**RIGHT, "a": [2, 0, 0]})["against_walk"]
+    assert (against["rounds"], against["walk_acceptance_length"]) == (7, round(1 + 9 / 6, 6))
+    assert against["gap"] == round(abs(1 + 8 / 7 - (1 + 9 / 6)), 6)
 
 
 def test_rounds_inside_a_repetition_are_reported_apart():
@@ -49,14 +63,16 @@ def test_rounds_inside_a_repetition_are_reported_apart():
     assert free["acceptance_length"] < report_of()["served"]["acceptance_length"]
 
 
-def test_prompts_whose_answer_is_not_the_sampled_one_are_left_out_of_the_gap():
-    report = report_of([ONE.token_ids, [9]])
+def test_an_answer_is_compared_up_to_where_it_parts_from_the_sampled_one():
+    report = report_of([ONE.token_ids, [*TWO.token_ids[:7], 9, 9]])
     assert report["samples_reproduced"] == {"prompts": 1, "share": 0.5}
-    assert report["against_walk"]["prompts"] == 1
-    assert report["against_walk"]["acceptance_length"] == 1.5
+    # rounds at the tokens 0, 1 and 4 of the second answer; the last has its second draft at the last common token
+    assert report["against_walk"]["prompts"] == 2
+    assert report["against_walk"]["rounds"] == 2 + 3
+    assert report["against_walk"]["acceptance_length"] == 1 + (1 + 4) / 5
 
 
-def test_without_a_common_answer_the_gap_is_unknown_and_its_gate_missed():
+def test_without_a_common_token_the_gap_is_unknown_and_its_gate_missed():
     report = report_of([[9], [9]])
     assert report["against_walk"]["gap"] is None
     assert [gate.name for gate in gates(report, BOUNDS) if not gate.passed] == ["gap_to_walk", "samples_reproduced"]

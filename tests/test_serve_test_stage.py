@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from eagle3.acceptance import Acceptance, acceptance_of, walk, without_loops
+from eagle3.acceptance import Acceptance, acceptance_of, right_drafts, walk, without_loops
+from eagle3.drafts.walk_files import write_walks
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.params import VerifierParams
 from eagle3.sampling.samples import Sample, read_samples, write_samples
@@ -36,14 +37,18 @@ def sample(number: int, prompt: list[int], split: str = "eval") -> Sample:
     return Sample(f"{name}-0", name, 0, split, [*prompt, *answer], mask, "stop" if answer[-1] == END else "length")
 
 
+def right(one: Sample) -> list[int]:
+    predictions = [[first_step(token) for token in one.input_ids], *[[-1] * len(one.input_ids)] * 7]
+    return right_drafts(predictions, one.input_ids, one.num_prompt)
+
+
 def walk_over(samples: list[Sample], loops: bool) -> dict:
     """What train would have recorded: the walk with the draft's first step, its further steps being always wrong."""
     table = {}
     for k in range(1, 9):
         total = Acceptance(0, (0,) * k)
         for one in samples:
-            predictions = [[first_step(token) for token in one.input_ids], *[[-1] * len(one.input_ids)] * 7]
-            rounds = walk(predictions, one.input_ids, one.num_prompt, k)
+            rounds = walk(right(one), one.num_prompt, k)
             total += acceptance_of(rounds if loops else without_loops(rounds, one.input_ids), k)
         table[str(k)] = total.as_dict()
     return {"val": table, "eval": table}
@@ -72,6 +77,7 @@ def write_inputs(folder: Path) -> None:
     decisions = {"best_epoch": 0, "draft": {"head_dim": 32}, "epochs": [record]}
     checkpoints = Manifest("train", {}, {"hidden_states": hidden.as_dict()}, identity, decisions=decisions)
     counting_draft(folder / "data/draft", folder / "verifier")
+    write_walks(folder / "data/draft", {one.sample_id: right(one) for one in rows})
     write_manifest(
         folder / "data/draft",
         Manifest("flatten", {}, {"checkpoints": checkpoints.as_dict()}, identity, decisions={"epoch": 0}),
@@ -130,6 +136,7 @@ def test_the_server_accepts_exactly_what_the_walk_predicts(released):
     report = json.loads((released[0] / "serve_test.json").read_text())
     assert report["walk"] == {key: report["served"][key] for key in report["walk"]}
     assert report["against_walk"]["gap"] == 0.0
+    assert report["against_walk"]["rounds"] == report["served"]["rounds"]
     assert report["against_walk"]["prompts"] == report["prompts"] == len(PROMPTS)
     assert report["served"]["rate_per_position"][0] > 0.2
     assert report["served"]["rate_per_position"][1:] == [0.0, 0.0]
@@ -157,6 +164,7 @@ def test_the_release_is_the_draft_with_its_lineage_and_a_card(released, reposito
         "model.safetensors",
         "provenance.json",
         "serve_test.json",
+        "walk_eval.json",
     }
     card = (folder / "README.md").read_text()
     assert '--speculative-config \'{"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 3}\'' in card

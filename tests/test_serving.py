@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.acceptance import Acceptance, acceptance_of, walk
+from eagle3.acceptance import Acceptance, acceptance_of, right_drafts, walk
 from eagle3.machine import DEFAULT
 from eagle3.problems import InvalidInput
 from eagle3.serve.serving import Answer, Client, Prompt, parse_counters, tokens_per_second
@@ -55,10 +55,13 @@ def test_the_rounds_of_an_answer_are_those_of_the_walk(data):
     words = data.draw(st.lists(ids, min_size=num_prompt + num_answer + K, max_size=num_prompt + num_answer + K))
     rows = [data.draw(st.lists(ids, min_size=len(words), max_size=len(words))) for _ in range(K)]
     end = num_prompt + num_answer
-    rounds = walk(rows, words[:end], num_prompt, K)
-    unbounded = {one.position: one.accepted for one in walk(rows, words, num_prompt, K)}
+    right = right_drafts(rows, words[:end], num_prompt)
+    rounds = walk(right, num_prompt, K)
+    unbounded = {one.position: one.accepted for one in walk(right_drafts(rows, words, num_prompt), num_prompt, K)}
     answer = Answer("a", words[num_prompt:end], [unbounded[one.position] for one in rounds], "length", 1.0, 0.1)
     assert answer.rounds(num_prompt) == rounds
+    shared = data.draw(st.integers(1, num_answer))
+    assert answer.rounds(num_prompt, shared) == walk(right[: shared - 1], num_prompt, K)
 
 
 def test_speed_counts_every_new_token():
@@ -92,7 +95,7 @@ def test_answers_and_rounds_are_those_one_can_write_down(client, last, length):
     assert answer.finish_reason == ("stop" if answer.token_ids[-1] == END else "length")
     tokens = [1, 60, 61, last, *answer.token_ids]
     predictions = [[first_step(token) for token in tokens], *[[-1] * len(tokens)] * 2]
-    assert answer.rounds(num_prompt=4) == walk(predictions, tokens, 4, K)
+    assert answer.rounds(num_prompt=4) == walk(right_drafts(predictions, tokens, 4), 4, K)
     assert 0 < answer.first_token_seconds <= answer.seconds
 
 

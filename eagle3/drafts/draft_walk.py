@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from eagle3.acceptance import Acceptance, acceptance_of, walk, without_loops
+from eagle3.acceptance import Acceptance, acceptance_of, right_drafts, walk, without_loops
 from eagle3.drafts.training_data import PackedRows
 
 # params allow up to this many draft tokens per round (serve_test.num_speculative_tokens).
@@ -36,21 +36,22 @@ Draft = Callable[[dict[str, torch.Tensor], int], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Walked:
-    """One sample: its tokens and what was proposed at every position, in verifier ids. predictions_sT: S rows."""
+    """One sample: its tokens and how many drafts each round over its answer would have right (`right_drafts`)."""
 
+    sample_id: str
     split: str
     tokens_T: list[int]
     num_prompt: int
-    predictions_sT: list[list[int]]
+    right_n: list[int]
 
     def acceptance(self, k: int, loops: bool = True) -> Acceptance:
         """Counts of a server that drafts k tokens; without `loops`, rounds inside a repeated 8-gram are left out."""
-        rounds = walk(self.predictions_sT, self.tokens_T, self.num_prompt, k)
+        rounds = walk(self.right_n, self.num_prompt, k)
         return acceptance_of(rounds if loops else without_loops(rounds, self.tokens_T), k)
 
 
 def predict(draft: Draft, rows: PackedRows, d2t_K: torch.Tensor | None) -> list[Walked]:
-    """Every document of `rows` with its proposals, in the order of the rows.
+    """Every document of `rows`, walked, in the order of the rows.
 
     d2t_K: offsets int64, verifier id = i + d2t[i]; None where both vocabularies are one. `draft` gets the batch without
     targets, and in `loss_mask` the positions at which a round can look; it may leave all others undrafted.
@@ -66,15 +67,10 @@ def predict(draft: Draft, rows: PackedRows, d2t_K: torch.Tensor | None) -> list[
             drafted_ST = drafted_ST + d2t_K[drafted_ST]
         for placed in row:
             sample = rows.states.get(placed.document.sample_id)
-            end = placed.start + placed.document.positions
-            walked.append(
-                Walked(
-                    sample.split,
-                    sample.input_ids_T[: placed.document.positions + 1].tolist(),
-                    sample.num_prompt,
-                    drafted_ST[:, placed.start : end].tolist(),
-                )
-            )
+            tokens = sample.input_ids_T[: placed.document.positions + 1].tolist()
+            proposed = drafted_ST[:, placed.start : placed.start + placed.document.positions].tolist()
+            right = right_drafts(proposed, tokens, sample.num_prompt)
+            walked.append(Walked(sample.sample_id, sample.split, tokens, sample.num_prompt, right))
     return walked
 
 

@@ -1,7 +1,7 @@
 """What serve-test measured: the report, the gates it must pass, and the lines a person reads.
 
-Acceptance is what the server counted. Beside it stands the walk of training over the same answers; the two are compared
-over the prompts whose served answer is the one in data/samples, since over another answer they walk different ways.
+Acceptance is what the server counted. Beside it stands the walk of training over the eval answers; the two are compared
+over the tokens that both saw: each served answer up to where it parts from the one in data/samples.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eagle3.acceptance import Acceptance, acceptance_of, acceptance_of_counts, bootstrap_interval, without_loops
+from eagle3.acceptance import Acceptance, acceptance_of, acceptance_of_counts, bootstrap_interval, walk, without_loops
 from eagle3.atomic_files import write_json
 from eagle3.manifests import Manifest
 from eagle3.params import ServeTestParams
@@ -31,7 +32,8 @@ Report = dict[str, Any]
 class Measured:
     """One run: prompts, their answers by both servers and in data/samples, and the judged differences between servers.
 
-    counted: what the server with the draft counted for all prompts, k drafts a round.
+    counted: what the server with the draft counted for all prompts, k drafts a round. right: what training found right
+    in each sampled answer (`eagle3.drafts.walk_files`).
     """
 
     prompts: list[Prompt]
@@ -40,6 +42,7 @@ class Measured:
     sampled: list[list[int]]
     judgements: list[Judgement]
     counted: Acceptance
+    right: dict[str, list[int]]
     k: int
 
     def acceptances(self, loops: bool = True) -> list[Acceptance]:
@@ -55,10 +58,15 @@ class Measured:
         pairs = zip(self.without_draft, self.sampled, strict=True)
         return sum(answer.token_ids == sampled for answer, sampled in pairs)
 
-    def comparable(self) -> list[Acceptance]:
-        """Per prompt whose answer with the draft is the walked one."""
-        rows = zip(self.acceptances(), self.with_draft, self.sampled, strict=True)
-        return [acceptance for acceptance, answer, sampled in rows if answer.token_ids == sampled]
+    def against_walk(self) -> list[tuple[Acceptance, Acceptance]]:
+        """Per prompt, what the server and what the walk of training accepted, over the tokens that both saw."""
+        pairs = []
+        for prompt, answer, sampled in zip(self.prompts, self.with_draft, self.sampled, strict=True):
+            shared = sum(takewhile(bool, map(int.__eq__, answer.token_ids, sampled)))
+            right_n, n0 = self.right.get(prompt.sample_id, [])[: max(0, shared - 1)], len(prompt.input_ids)
+            rounds = answer.rounds(n0, len(right_n) + 1), walk(right_n, n0, self.k)
+            pairs.append((acceptance_of(rounds[0], self.k), acceptance_of(rounds[1], self.k)))
+        return pairs
 
 
 def walked(draft: Manifest, k: int, loops: bool = True) -> Report:
@@ -85,7 +93,7 @@ def build_report(measured: Measured, walk: Report, walk_without_loops: Report) -
         "served_without_loops": _with_interval(None, measured.acceptances(loops=False)),
         "walk": walk,
         "walk_without_loops": walk_without_loops,
-        "against_walk": _against_walk(measured.comparable(), walk["acceptance_length"]),
+        "against_walk": _against_walk(measured.against_walk()),
         "samples_reproduced": {"prompts": reproduced, "share": round(reproduced / num_prompts, 6)},
         "greedy": _greedy(measured.judgements, num_prompts),
         "speed": {
@@ -105,14 +113,15 @@ def _with_interval(total: Acceptance | None, per_prompt: Sequence[Acceptance]) -
     return {**(total or _sum(per_prompt)).as_dict(), "interval_95": [round(low, 6), round(high, 6)]}
 
 
-def _against_walk(comparable: Sequence[Acceptance], walk_length: float) -> Report:
-    if not comparable:
-        return {"prompts": 0, "acceptance_length": None, "gap": None}
-    length = _sum(comparable).length
+def _against_walk(pairs: Sequence[tuple[Acceptance, Acceptance]]) -> Report:
+    served, walked = (_sum([pair[side] for pair in pairs]) for side in (0, 1))
+    gap = round(abs(served.length - walked.length), 6) if served.rounds else None
     return {
-        "prompts": len(comparable),
-        "acceptance_length": round(length, 6),
-        "gap": round(abs(length - walk_length), 6),
+        "prompts": sum(pair[0].rounds > 0 for pair in pairs),
+        "rounds": served.rounds,
+        "acceptance_length": round(served.length, 6),
+        "walk_acceptance_length": round(walked.length, 6),
+        "gap": gap,
     }
 
 
@@ -223,7 +232,7 @@ def acceptance_csv(report: Report) -> str:
 def report_lines(report: Report) -> str:
     """The measured numbers on a few terminal lines."""
     against, greedy, speed = report["against_walk"], report["greedy"], report["speed"]
-    gap = "no answer in common" if against["gap"] is None else f"gap {against['gap']:.3f}"
+    gap = "no token in common" if against["gap"] is None else f"gap {against['gap']:.4f}"
     return "\n".join(
         [
             f"asked                 {report['prompts']} prompts, {report['new_tokens']} new tokens, "
@@ -231,7 +240,8 @@ def report_lines(report: Report) -> str:
             f"acceptance length     {acceptance_line(report['served'])}",
             f"  without loops       {acceptance_line(report['served_without_loops'])}",
             f"  walk of training    {acceptance_line(report['walk'])}",
-            f"  over the same       {against['prompts']} answers: served {against['acceptance_length']}, {gap}",
+            f"  over the same       {against['rounds']} rounds of {against['prompts']} answers: served "
+            f"{against['acceptance_length']:.3f}, walk {against['walk_acceptance_length']:.3f}, {gap}",
             f"greedy answers        {greedy['equal']} equal with and without the draft, {greedy['ties']} near-ties, "
             f"{greedy['faults']} faults; {report['samples_reproduced']['prompts']} as in data/samples",
             f"tokens/s              {speed['tokens_per_second_with_draft']} with the draft, "

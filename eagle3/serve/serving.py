@@ -50,17 +50,20 @@ class Answer:
     seconds: float
     first_token_seconds: float
 
-    def rounds(self, num_prompt: int) -> list[Round]:
-        """The rounds as the walk counts them: a draft past the end of the answer is no accepted token.
+    def rounds(self, num_prompt: int, length: int | None = None) -> list[Round]:
+        """The rounds as the walk counts them, over the first `length` tokens of the answer (all of them).
 
-        The server counts before it looks for the end (vLLM 0.32.0, v1/core/sched/scheduler.py update_from_output).
+        A draft past that end is no accepted token; the server counts before it looks for the end (vLLM 0.32.0,
+        v1/core/sched/scheduler.py update_from_output).
 
         >>> Answer("a", [7, 8, 9, 5, 6], [1, 3], "length", 1.0, 0.5).rounds(num_prompt=10)
         [Round(position=10, accepted=1), Round(position=12, accepted=2)]
         """
         rounds = []
-        n, last = num_prompt, num_prompt + len(self.token_ids) - 1
+        n, last = num_prompt, num_prompt + (len(self.token_ids) if length is None else length) - 1
         for accepted in self.accepted:
+            if n >= last:
+                break
             rounds.append(Round(n, min(accepted, last - n)))
             n += accepted + 1
         return rounds
