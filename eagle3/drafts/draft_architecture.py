@@ -52,6 +52,8 @@ class DraftArchitecture:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
 
     @property
     def layer_types(self) -> list[str]:
@@ -80,9 +82,10 @@ def resolve_architecture(
         problems += _geometry_problems(filled, text_config, draft_vocab_size)
     if problems:
         raise InvalidInput(*problems)
-    sizes = {name: text_config[name] for name in ("hidden_size", "vocab_size")}
+    taken = {name: text_config[name] for name in ("hidden_size", "vocab_size")}
+    taken |= {name: text_config.get(name) for name in ("bos_token_id", "eos_token_id")}
     return DraftArchitecture(
-        **sizes, draft_vocab_size=draft_vocab_size, aux_layer_ids=tuple(aux_layer_ids), **asdict(filled)
+        **taken, draft_vocab_size=draft_vocab_size, aux_layer_ids=tuple(aux_layer_ids), **asdict(filled)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from loguru import logger as loguru_logger
@@ -55,24 +56,28 @@ def build_draft(
     torch.manual_seed(seed)
     d2t_K, t2d_V = vocabulary or (None, None)
     model = draft_class().from_training_args(
-        layer_config(architecture),
-        t2d=t2d_V,
-        d2t=d2t_K,
-        draft_vocab_size=architecture.draft_vocab_size,
-        norm_before_residual=architecture.norm_before_residual,
-        norm_before_fc=architecture.norm_before_fc,
-        fc_norm=architecture.fc_norm,
-        norm_output=architecture.norm_output,
-        embed_requires_grad=False,
-        target_layer_ids=list(architecture.aux_layer_ids),
-        verifier_name_or_path=str(verifier.path),
-        ttt_steps=ttt_steps,
-        draft_attn_impl="simple_flex_attention" if torch.cuda.is_available() else "sdpa",
-        trust_remote_code=False,
+        layer_config(architecture), t2d=t2d_V, d2t=d2t_K, **training_arguments(architecture, verifier.path, ttt_steps)
     )
     broken = [name for name, tensor in model.state_dict().items() if not bool(tensor.isfinite().all())]
     assert not broken, f"not finite after loading: {broken}"
     return model
+
+
+def training_arguments(architecture: DraftArchitecture, verifier: Path, ttt_steps: int) -> dict[str, Any]:
+    """What `from_training_args` is told beside the decoder and the vocabulary map."""
+    return {
+        "draft_vocab_size": architecture.draft_vocab_size,
+        "norm_before_residual": architecture.norm_before_residual,
+        "norm_before_fc": architecture.norm_before_fc,
+        "fc_norm": architecture.fc_norm,
+        "norm_output": architecture.norm_output,
+        "embed_requires_grad": False,
+        "target_layer_ids": list(architecture.aux_layer_ids),
+        "verifier_name_or_path": str(verifier),
+        "ttt_steps": ttt_steps,
+        "draft_attn_impl": "simple_flex_attention" if torch.cuda.is_available() else "sdpa",
+        "trust_remote_code": False,
+    }
 
 
 def draft_class() -> type[Eagle3DraftModel]:
@@ -81,7 +86,7 @@ def draft_class() -> type[Eagle3DraftModel]:
 
 
 def layer_config(architecture: DraftArchitecture) -> LlamaConfig:
-    """The decoder of the draft as transformers describes it; no token ids, which a draft has no use for."""
+    """The decoder of the draft as transformers describes it. bos and eos are the verifier's; no row is padded."""
     return LlamaConfig(
         vocab_size=architecture.vocab_size,
         hidden_size=architecture.hidden_size,
@@ -103,8 +108,8 @@ def layer_config(architecture: DraftArchitecture) -> LlamaConfig:
         layer_types=architecture.layer_types,
         tie_word_embeddings=False,
         pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
+        bos_token_id=architecture.bos_token_id,
+        eos_token_id=architecture.eos_token_id,
     )
 
 
