@@ -6,7 +6,6 @@ Every file is named in `sample.sources` and tracked by Git or DVC; every package
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -14,15 +13,16 @@ from typing import Any
 
 from eagle3.problems import InvalidInput, Problem
 from eagle3.sampling.conversations import Row, Skipped, parse_row, read_jsonl
+from eagle3.sampling.named_files import file_problems
 from eagle3.yaml12 import read_yaml
 
 FOLDER = Path("data/conversations")
-NOT_DATA = ("README.md", ".gitignore")
 
 
 def read_sources(sources: Sequence[dict[str, str]], folder: Path = FOLDER) -> list[Row]:
     """Every row of every source, in the order of `sample.sources`; `InvalidInput` with all faulty sources at once."""
-    problems = [*_repeated(sources), *_package_problems(sources), *_file_problems(sources, folder)]
+    named = {source["file"]: f"sample.sources[{index}]" for index, source in enumerate(sources) if "file" in source}
+    problems = [*_repeated(sources), *_package_problems(sources), *file_problems(named, folder, "sample.sources", "`- file: {}`")]
     if problems:
         raise InvalidInput(*problems)
     rows: list[Row] = []
@@ -117,45 +117,3 @@ def _package_problems(sources: Sequence[dict[str, str]]) -> Iterator[Problem]:
                 "its data file",
                 f"pip install --force-reinstall {name}=={declared}",
             )
-
-
-def _file_problems(sources: Sequence[dict[str, str]], folder: Path) -> Iterator[Problem]:
-    """Named but absent, present but not named, or tracked by neither Git nor DVC."""
-    named = {source["file"]: f"sample.sources[{index}]" for index, source in enumerate(sources) if "file" in source}
-    entries = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    present = [name for name in entries if name not in NOT_DATA and not name.endswith(".dvc")]
-    for name in sorted(set(named) - set(present)):
-        fix = f"dvc pull {folder / name}.dvc" if f"{name}.dvc" in entries else f"put it there, or remove {named[name]}"
-        yield Problem("source-absent", named[name], f"no file {folder / name}", "the file that is named", fix)
-    for name in present:
-        if name not in named:
-            yield Problem(
-                "source-unnamed",
-                str(folder / name),
-                "not named in sample.sources",
-                "every file of the folder is named, or not there",
-                f"add `- file: {name}` to sample.sources (names end in .jsonl), or move the file away",
-                "it would look used and be ignored",
-            )
-    tracked = _tracked_by_git(folder) if named else set()
-    for name in present:
-        if name in named and not {name, f"{name}.dvc"} & tracked:
-            yield Problem(
-                "source-untracked",
-                str(folder / name),
-                f"tracked by neither Git nor DVC ({name}.dvc would have to be in Git)",
-                "a file that a temporary experiment and the next clone have too",
-                f"git add {folder / name}; or, if it is large: dvc add {folder / name} && git add {folder / name}.dvc",
-                "`dvc exp run --temp` and `dvc queue` would not find it",
-            )
-
-
-def _tracked_by_git(folder: Path) -> set[str]:
-    """Names in Git's index directly under `folder`; empty where there is no repository."""
-    try:
-        listing = subprocess.run(
-            ["git", "ls-files", "-z", "--", "."], cwd=folder, capture_output=True, check=False, timeout=60
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-    return set(listing.stdout.decode("utf-8", "surrogateescape").split("\0")) - {""}
