@@ -22,7 +22,11 @@ FOLDER = Path("data/conversations")
 def read_sources(sources: Sequence[dict[str, str]], folder: Path = FOLDER) -> list[Row]:
     """Every row of every source, in the order of `sample.sources`; `InvalidInput` with all faulty sources at once."""
     named = {source["file"]: f"sample.sources[{index}]" for index, source in enumerate(sources) if "file" in source}
-    problems = [*_repeated(sources), *_package_problems(sources), *file_problems(named, folder, "sample.sources", "`- file: {}`")]
+    problems = [
+        *_repeated(sources),
+        *_package_problems(sources),
+        *file_problems(named, folder, "sample.sources", "`- file: {}`"),
+    ]
     if problems:
         raise InvalidInput(*problems)
     rows: list[Row] = []

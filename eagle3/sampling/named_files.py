@@ -1,4 +1,4 @@
-"""A folder of input files of which each is named in params.yaml and tracked by Git or DVC, so that nothing is ignored."""
+"""A folder of input files, each named in params.yaml and tracked by Git or DVC, so that nothing is ignored."""
 
 from __future__ import annotations
 
