@@ -87,7 +87,7 @@ def check(given: argparse.Namespace) -> int:
         why, given.no_values = "numpy is not installed; pip install 'eagle3-pipeline[values]'", True
 
     def judge(verifier: VerifierConfig | None) -> Verdict:
-        verdict, _ = check_checkpoint(given.path, verifier, values=not given.no_values)
+        verdict, _ = check_checkpoint(given.path, verifier, values=not given.no_values, verifier_folder=given.verifier)
         if given.no_values:
             verdict.skip("values", why)
         return verdict

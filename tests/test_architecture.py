@@ -23,7 +23,7 @@ OWNERS = {
     "huggingface_hub": {"verifier"},
     "jinja2": {"chat_tokenizer"},
     "loguru": {"draft_model"},
-    "numpy": {"vocab_map", "weight_values"},
+    "numpy": {"verifier_values", "vocab_map", "weight_values"},
     "openai": {"serving"},
     "prometheus_client": {"serving"},
     "pyarrow": {"samples"},

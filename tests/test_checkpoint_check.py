@@ -125,6 +125,24 @@ def test_any_header_gives_a_verdict(tmp_path_factory, changes, config):
     assert verdict.verdict in ("ok", "warning", "error")
 
 
+ZERO_ROWS = [
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.k_proj.weight",
+    "fc.weight",
+    "norm.weight",
+    "lm_head.weight",
+]
+
+
+@pytest.mark.parametrize("name", ZERO_ROWS)
+@pytest.mark.parametrize("shape", [(0, 128), (64, 0), (0,), (0, 0), ()])
+def test_a_tensor_without_elements_gives_a_verdict(flat, name, shape):
+    write_tensors(flat / "model.safetensors", FROZEN | TRAINED | {name: ("BF16", shape)})
+    verdict, _ = check_checkpoint(flat, JUDGE, values=True)
+    assert verdict.verdict == "error"
+    assert not [problem.fix for problem in verdict.problems if problem.fix.endswith(": 0")]
+
+
 def test_every_rule_has_a_truth_and_a_source():
     rows = rule_rows()
     assert len({name for name, _, _ in rows}) == len(rows) > 30

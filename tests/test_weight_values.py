@@ -13,26 +13,28 @@ from eagle3.formats.flat_config import flatten
 from eagle3.formats.safetensors_headers import num_bytes, read_header, write_header
 from tests.drafts import FROZEN, NESTED, TRAINED
 
-ONE = {"BF16": 0x3F80, "F16": 0x3C00, "F32": 0x3F800000}
-NAN = {"BF16": 0x7FC1, "F16": 0xFE00, "F32": 0x7F800001}
-INFINITE = {"BF16": 0xFF80, "F16": 0x7C00, "F32": 0xFF800000}
-WIDTH = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+ONE = {"BF16": 0x3F80, "F16": 0x3C00, "F32": 0x3F800000, "F8_E4M3": 0x38, "F8_E5M2": 0x3C}
+NAN = {"BF16": 0x7FC1, "F16": 0xFE00, "F32": 0x7F800001, "F8_E4M3": 0xFF, "F8_E5M2": 0x7E}
+INFINITE = {"BF16": 0xFF80, "F16": 0x7C00, "F32": 0xFF800000, "F8_E4M3": 0x7F, "F8_E5M2": 0xFC}
+WIDTH = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8}
 
 
-def codes(tmp_path, name: str, dtype: str, shape: tuple[int, ...], values: np.ndarray) -> list[str]:
+def codes(
+    tmp_path, name: str, dtype: str, shape: tuple[int, ...], values: np.ndarray, verifier_dtype: str | None = None
+) -> list[str]:
     path = tmp_path / "x.safetensors"
     data = values.astype(WIDTH[dtype]).tobytes()
     assert len(data) == num_bytes(dtype, shape)
     path.write_bytes(write_header({name: (dtype, shape)}, {}) + data)
     tensors = {tensor.name: tensor for tensor in read_header(path).tensors}
-    return [problem.code for problem in value_problems(tensors, 160)]
+    return [problem.code for problem in value_problems(tensors, 160, verifier_dtype)]
 
 
 def ramp(dtype: str, count: int) -> np.ndarray:
-    return np.arange(count) % 1000 + ONE[dtype]
+    return np.arange(count) % (50 if dtype == "F8_E5M2" else 60 if dtype == "F8_E4M3" else 1000) + ONE[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("dtype", sorted(ONE))
 @pytest.mark.parametrize("bits", [NAN, INFINITE])
 def test_one_value_that_is_not_finite_is_found_wherever_it_stands(tmp_path, dtype, bits):
     count = WINDOW // 2 + 12345
@@ -50,6 +52,15 @@ def test_the_largest_finite_value_is_finite(tmp_path):
     values = ramp("BF16", 64)
     values[3] = 0xFF7F
     assert codes(tmp_path, "norm.weight", "BF16", (64,), values) == []
+
+
+@pytest.mark.parametrize(("dtype", "last", "first"), [("BF16", 0x477F, 0x4780), ("F32", 0x477FEFFF, 0x477FF000)])
+def test_values_that_float16_cannot_hold_matter_to_a_float16_verifier(tmp_path, dtype, last, first):
+    for bits, found in ((last, []), (first, ["not-finite"])):
+        values = ramp(dtype, 64)
+        values[9] = bits
+        assert codes(tmp_path, "fc.weight", dtype, (64,), values, "float16") == found
+        assert codes(tmp_path, "fc.weight", dtype, (64,), values, "bfloat16") == []
 
 
 def test_constant_matrices_and_untrained_norms(tmp_path):

@@ -31,9 +31,15 @@ def rule_rows() -> list[tuple[str, str, str]]:
 
 
 def check_checkpoint(
-    folder: Path, verifier: VerifierConfig | None, config_rules: bool = True, values: bool = False
+    folder: Path,
+    verifier: VerifierConfig | None,
+    config_rules: bool = True,
+    values: bool = False,
+    verifier_folder: Path | None = None,
 ) -> tuple[Verdict, SimulatedLoad | None]:
     """The config's rules (unless switched off), their agreement with the tensors, the simulated load; `values`: numpy.
+
+    With `values` and a `verifier_folder` that holds weights, head and embedding are compared with the verifier's.
 
     A folder may hold a config alone: then the rest is among `not_checked`. `InvalidInput` only for files that cannot
     be read at all.
@@ -57,16 +63,21 @@ def check_checkpoint(
     vocab_size = (verifier.vocab_size if verifier else None) or config.vocab_size
     load = _load(given, tensors, vocab_size, verdict)
     if values and tensors:
-        _values(given, vocab_size, verdict)
+        _values(given, vocab_size, verifier_folder, verdict)
     return verdict, load
 
 
-def _values(given: Given, vocab_size: int, verdict: Verdict) -> None:
+def _values(given: Given, vocab_size: int, verifier_folder: Path | None, verdict: Verdict) -> None:
     from eagle3.checks.weight_values import value_problems
 
-    verdict.problems += value_problems(given.tensors, vocab_size)
+    verdict.problems += value_problems(given.tensors, vocab_size, given.verifier.dtype if given.verifier else None)
     verdict.checked.append("values")
-    verdict.skip("head and embedding against the verifier's", "not written yet")
+    if given.verifier is None or verifier_folder is None or not verifier_folder.is_dir():
+        verdict.skip("head and embedding against the verifier's", "no folder with the verifier's weights was given")
+        return
+    from eagle3.checks.verifier_values import compare_with_verifier
+
+    compare_with_verifier(given.tensors, verifier_folder, given.verifier, verdict)
 
 
 def _without_prefix(checkpoint: CheckpointTensors, verdict: Verdict) -> dict[str, TensorHeader]:

@@ -53,7 +53,7 @@ def sizes_are_those_of_the_tensors(given: Given) -> Iterator[Problem]:
         wanted |= _head_sizes(given, q[0], k[0])
     for key, right in wanted.items():
         taken = getattr(config, key)
-        if right is not None and right != taken:
+        if right and right != taken:  # a tensor without rows names no size
             found = None if key in config.absent else taken
             default = f"takes {taken}, " if found is None else ""
             consequence = f"{VLLM} {default}narrows a larger tensor without a word and refuses a smaller one"
@@ -72,14 +72,14 @@ def _head_sizes(given: Given, q_rows: int, k_rows: int) -> dict[str, int | None]
     ):
         return {}
     head_dim, rest = divmod(q_rows, config.num_attention_heads)
-    if rest or k_rows % head_dim:
+    if rest or not head_dim or not k_rows or k_rows % head_dim:
         return {}
     return {"head_dim": head_dim, "num_key_value_heads": k_rows // head_dim}
 
 
 def _fc_width(given: Given, fc: tuple[int, ...]) -> Iterator[Problem]:
     config = given.config
-    if fc[0] != config.hidden_size or fc[1] == config.num_aux * config.target_hidden_size:
+    if fc[0] != config.hidden_size or not fc[1] or fc[1] == config.num_aux * config.target_hidden_size:
         return
     ids = config.ids or config.nested_ids
     count = len(ids) or config.num_aux
@@ -112,7 +112,7 @@ def draft_vocabulary_is_the_heads(given: Given) -> Iterator[Problem]:
     config = given.config
     head = given.shape("lm_head.weight")
     absent = "draft_vocab_size" in config.absent
-    if len(head) == 2 and head[0] != config.draft_vocab_size:
+    if len(head) == 2 and head[0] and head[0] != config.draft_vocab_size:
         found = None if absent else config.draft_vocab_size
         took = f"{VLLM} takes vocab_size for it: " if absent else f"{VLLM}: "
         fix = f"write draft_vocab_size: {head[0]}"
@@ -131,7 +131,7 @@ def vocabulary_is_that_of_the_tensors(given: Given) -> Iterator[Problem]:
     config = given.config
     for name in ("embed_tokens.weight", "t2d"):
         shape = given.shape(name)
-        if shape and shape[0] != config.vocab_size:
+        if shape and shape[0] and shape[0] != config.vocab_size:
             known = given.verifier.vocab_size if given.verifier else None
             fix = f"write vocab_size: {shape[0]}" if known in (None, shape[0]) else f"rebuild {name} with {known} rows"
             consequence = (

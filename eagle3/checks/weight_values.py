@@ -35,20 +35,26 @@ FLOATS = {
     "F16": Bits(np.uint16, 0x7FFF, 0x7C00, 0x3C00),
     "F32": Bits(np.uint32, 0x7FFFFFFF, 0x7F800000, 0x3F800000),
     "F64": Bits(np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000, 0x3FF0000000000000),
+    "F8_E4M3": Bits(np.uint8, 0x7F, 0x7F, 0x38),  # no infinity; one code of each sign is NaN
+    "F8_E5M2": Bits(np.uint8, 0x7F, 0x7C, 0x3C),
 }
+# The first magnitude that float16 rounds to infinity (65520): vLLM casts a draft to its verifier's dtype.
+OVERFLOWS = {"BF16": 0x4780, "F32": 0x477FF000, "F64": 0x40EFFE0000000000}
 INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "BOOL": np.uint8, "U8": np.uint8}
 
 
-def value_problems(tensors: Mapping[str, TensorHeader], vocab_size: int) -> Iterator[Problem]:
-    """Problems of all tensors (canonical names); `vocab_size` is the verifier's."""
+def value_problems(
+    tensors: Mapping[str, TensorHeader], vocab_size: int, verifier_dtype: str | None = None
+) -> Iterator[Problem]:
+    """Problems of all tensors (canonical names); `vocab_size` and `verifier_dtype` are the verifier's."""
     for name, tensor in tensors.items():
         if tensor.dtype in FLOATS and tensor.end > tensor.begin:
-            yield from _float_problems(name, tensor)
+            yield from _float_problems(name, tensor, verifier_dtype == "float16")
     if "d2t" in tensors and tensors["d2t"].dtype in INTEGERS and len(tensors["d2t"].shape) == 1:
         yield from map_problems(read_integers(tensors["d2t"]), _mask(tensors), vocab_size)
 
 
-def windows(tensor: TensorHeader, dtype: type[np.unsignedinteger]) -> Iterator[np.ndarray]:
+def windows(tensor: TensorHeader, dtype: type[np.generic]) -> Iterator[np.ndarray]:
     """The tensor's data as flat arrays of at most WINDOW bytes, each unmapped when the next is asked for."""
     for begin in range(tensor.begin, tensor.end, WINDOW):
         size = min(WINDOW, tensor.end - begin)
@@ -63,16 +69,18 @@ def read_integers(tensor: TensorHeader) -> np.ndarray:
     return np.frombuffer(data, INTEGERS[tensor.dtype]).astype(np.int64)
 
 
-def _float_problems(name: str, tensor: TensorHeader) -> Iterator[Problem]:
+def _float_problems(name: str, tensor: TensorHeader, cast_to_float16: bool) -> Iterator[Problem]:
     bits = FLOATS[tensor.dtype]
-    bad, first, constant = 0, None, True
+    bad, large, first, constant = 0, 0, None, True
+    limit = OVERFLOWS.get(tensor.dtype, bits.infinite) if cast_to_float16 else bits.infinite
     buffer = np.empty(BLOCK // np.dtype(bits.dtype).itemsize, bits.dtype)
     for window in windows(tensor, bits.dtype):
         for start in range(0, len(window), len(buffer)):
             block = window[start : start + len(buffer)]
             magnitude = np.bitwise_and(block, bits.dtype(bits.magnitude), out=buffer[: len(block)])
-            if magnitude.max() >= bits.infinite:
+            if magnitude.max() >= limit:
                 bad += int((magnitude >= bits.infinite).sum())
+                large += int((magnitude >= limit).sum())
             if constant:
                 first = block[0] if first is None else first
                 constant = bool((block == first).all()) or (not magnitude.any() and not int(first) & bits.magnitude)
@@ -80,6 +88,10 @@ def _float_problems(name: str, tensor: TensorHeader) -> Iterator[Problem]:
     if bad:
         consequence = f"{VLLM} loads them; one NaN spreads to every logit"
         yield _problem("not-finite", name, f"{bad} values that are NaN or infinite", "finite values", consequence)
+    if large > bad:
+        consequence = f"{VLLM} casts the draft to float16, the verifier's dtype: they become infinite"
+        found = f"{large - bad} values of 65520 and more"
+        yield _problem("not-finite", name, found, "values that float16 holds", consequence, "serve in bfloat16")
     if constant and first is not None and not name.endswith(".bias"):
         value = int(first) & bits.magnitude
         if len(tensor.shape) >= 2 or value == 0:

@@ -23,6 +23,7 @@ class VerifierConfig:
     dtype: str | None
     layer_types: tuple[str, ...]
     rotated: bool
+    tied: bool
 
 
 def read_verifier_config(path: Path) -> VerifierConfig:
@@ -53,6 +54,8 @@ def parse_verifier_config(raw: dict[str, Any]) -> VerifierConfig:
         max_position_embeddings=text.get("max_position_embeddings"),
         dtype=dtype,
         layer_types=tuple(map(str, layer_types)) if isinstance(layer_types, list) else (),
+        # the text config's word counts where both have one; transformers' default of most families is false
+        tied=text.get("tie_word_embeddings", raw.get("tie_word_embeddings")) is True,
         rotated=any(word in quantization for word in ("spinquant", "quarot", "hadamard")),
     )
 
