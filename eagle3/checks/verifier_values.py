@@ -28,8 +28,10 @@ SAMPLE = 48
 NOISE, LEAST, MARGIN, UNRELATED = 1.5, 0.5, 0.1, 0.3
 # Half of the distance between neighbouring values, relative: what casting the verifier's row may have changed.
 STEPS = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53, "F8_E4M3": 2.0**-4, "F8_E5M2": 2.0**-3}
-RAW = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64, "F8_E4M3": np.uint8}
-RAW |= {"F8_E5M2": np.uint8}
+RAW = {
+    name: np.dtype(kind)
+    for name, kind in {"BF16": "u2", "F16": "f2", "F32": "f4", "F64": "f8", "F8_E4M3": "u1", "F8_E5M2": "u1"}.items()
+}
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ def _nearest(rows_SH: np.ndarray, verifier: TensorHeader, targets_S: np.ndarray)
 def _row_blocks(tensor: TensorHeader) -> Iterator[np.ndarray]:
     """The whole matrix as float32 blocks of whole rows."""
     width = tensor.shape[1]
-    rest = np.empty(0, RAW[tensor.dtype])
+    rest: np.ndarray = np.empty(0, RAW[tensor.dtype])
     for window in windows(tensor, RAW[tensor.dtype]):
         data = np.concatenate([rest, window])
         whole = len(data) // width * width

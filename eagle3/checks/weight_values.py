@@ -54,12 +54,12 @@ def value_problems(
         yield from map_problems(read_integers(tensors["d2t"]), _mask(tensors), vocab_size)
 
 
-def windows(tensor: TensorHeader, dtype: type[np.generic]) -> Iterator[np.ndarray]:
+def windows(tensor: TensorHeader, dtype: np.dtype) -> Iterator[np.ndarray]:
     """The tensor's data as flat arrays of at most WINDOW bytes, each unmapped when the next is asked for."""
     for begin in range(tensor.begin, tensor.end, WINDOW):
         size = min(WINDOW, tensor.end - begin)
         data = np.memmap(tensor.file, np.uint8, "r", begin, (size,))
-        yield data.view(dtype) if begin % np.dtype(dtype).itemsize == 0 else np.frombuffer(data.tobytes(), dtype)
+        yield data.view(dtype) if begin % dtype.itemsize == 0 else np.frombuffer(data.tobytes(), dtype)
 
 
 def read_integers(tensor: TensorHeader) -> np.ndarray:
@@ -74,7 +74,7 @@ def _float_problems(name: str, tensor: TensorHeader, cast_to_float16: bool) -> I
     bad, large, first, constant = 0, 0, None, True
     limit = OVERFLOWS.get(tensor.dtype, bits.infinite) if cast_to_float16 else bits.infinite
     buffer = np.empty(BLOCK // np.dtype(bits.dtype).itemsize, bits.dtype)
-    for window in windows(tensor, bits.dtype):
+    for window in windows(tensor, np.dtype(bits.dtype)):
         for start in range(0, len(window), len(buffer)):
             block = window[start : start + len(buffer)]
             magnitude = np.bitwise_and(block, bits.dtype(bits.magnitude), out=buffer[: len(block)])
