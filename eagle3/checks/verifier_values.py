@@ -28,7 +28,7 @@ SAMPLE = 48
 NOISE, LEAST, MARGIN, UNRELATED = 1.5, 0.5, 0.1, 0.3
 # Half of the distance between neighbouring values, relative: what casting the verifier's row may have changed.
 STEPS = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53, "F8_E4M3": 2.0**-4, "F8_E5M2": 2.0**-3}
-RAW = {
+RAW: dict[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {"BF16": "u2", "F16": "f2", "F32": "f4", "F64": "f8", "F8_E4M3": "u1", "F8_E5M2": "u1"}.items()
 }
@@ -213,7 +213,8 @@ def _nearest(rows_SH: np.ndarray, verifier: TensorHeader, targets_S: np.ndarray)
     """(cosine with the target's row, nearest other row, its cosine), each [S], in one pass over the verifier."""
     unit_SH = _unit(rows_SH)
     own, best = np.full(len(unit_SH), -1.0), np.full(len(unit_SH), -1.0)
-    nearest, start = np.zeros(len(unit_SH), int), 0
+    nearest: np.ndarray = np.zeros(len(unit_SH), int)
+    start = 0
     if not len(unit_SH):
         return own, nearest, best
     for block in _row_blocks(verifier):
