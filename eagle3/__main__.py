@@ -72,6 +72,15 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", type=Path, metavar="SRC")
     convert.add_argument("target", type=Path, metavar="DST")
     convert.set_defaults(run=flatten)
+    tellers = {
+        "inspect": (inspect, "one screen: what this checkpoint is"),
+        "trace": (trace, "verify every digest of a release and print how it was made"),
+    }
+    for name, (run, text) in tellers.items():
+        teller = commands.add_parser(name, help=text, description=text)
+        teller.add_argument("path", type=Path, metavar="DIR")
+        teller.add_argument("--json", action="store_true", help="print one JSON object")
+        teller.set_defaults(run=run)
     closing = commands.add_parser("summary", help="the closing table of the pipeline in this folder")
     closing.set_defaults(run=summary)
     return parser
@@ -115,6 +124,34 @@ def flatten(given: argparse.Namespace) -> int:
     return OK
 
 
+def inspect(given: argparse.Namespace) -> int:
+    from eagle3.checks.inspection import inspection
+
+    if not given.path.exists():
+        return _wrong_call(f"{given.path}: no such file or folder")
+    rows = inspection(given.path)
+    if given.json:
+        _print_json(rows)
+    else:
+        print("\n".join(f"{label:<17}{text}" for label, text in rows.items()))
+    return OK
+
+
+def trace(given: argparse.Namespace) -> int:
+    from eagle3.serve.trace import trace as traced
+    from eagle3.serve.trace import trace_lines
+
+    if not given.path.exists():
+        return _wrong_call(f"{given.path}: no such file or folder")
+    found = traced(given.path)
+    lines = list(trace_lines(given.path, found))
+    if given.json:
+        _print_json(found.as_dict())
+    else:
+        print("\n".join(lines))
+    return OK
+
+
 def summary(given: argparse.Namespace) -> int:
     from eagle3.closing_table import closing_table
 
@@ -139,9 +176,7 @@ def _show(verdict: Verdict, as_json: bool) -> None:
     from eagle3.problems import format_problems
 
     if as_json:
-        import json
-
-        print(json.dumps(verdict.as_dict()))
+        _print_json(verdict.as_dict())
         return
     if verdict.problems:
         print(format_problems(verdict.problems))
@@ -152,6 +187,12 @@ def _show(verdict: Verdict, as_json: bool) -> None:
     )
     for each in verdict.not_checked:
         print(f"not checked: {each['what']} ({each['why']})")
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    print(json.dumps(value))
 
 
 def _refused(given: argparse.Namespace, error: InvalidInput) -> int:

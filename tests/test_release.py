@@ -114,7 +114,8 @@ def test_a_release_is_complete_verified_and_the_same_bytes_each_time(draft, tmp_
     for folder in (one, two):
         write_release(folder, draft, release_of())
         verify_files(folder, read_manifest(folder, "serve-test"))
-    names = {"README.md", "config.json", "manifest.json", "model.safetensors", "provenance.json", "serve_test.json"}
+    documents = {"README.md", "SHA256SUMS", "manifest.json", "provenance.json", "serve_test.json"}
+    names = documents | {"config.json", "model.safetensors"}
     assert {path.name for path in one.iterdir()} == names
     assert all((one / name).read_bytes() == (two / name).read_bytes() for name in names)
     assert (one / "model.safetensors").stat().st_ino == (draft / "model.safetensors").stat().st_ino

@@ -15,6 +15,7 @@ from typing import Any
 from eagle3.atomic_files import link_or_copy, write_json, write_text
 from eagle3.manifests import NAME, Manifest, write_manifest
 from eagle3.problems import InvalidInput, Problem, invalid
+from eagle3.serve.checksums import write_checksums
 from eagle3.serve.model_card import model_card
 
 CHECK_REPORTS = {
@@ -131,7 +132,7 @@ def _merge(into: Json, values: Json) -> None:
 
 
 def write_release(folder: Path, draft: Path, release: Release) -> None:
-    """Fill the empty `folder`: the files of `draft` as hard links, three documents, and the manifest, last."""
+    """Fill a new `folder`: the files of `draft` as hard links, three documents, the manifest, the digests of all."""
     folder.mkdir(parents=True)
     for file in sorted(draft.iterdir()):
         if file.name != NAME:
@@ -154,3 +155,4 @@ def write_release(folder: Path, draft: Path, release: Release) -> None:
             {"epoch": release.draft.decisions["epoch"], "gates": release.report["gates"]},
         ),
     )
+    write_checksums(folder)
