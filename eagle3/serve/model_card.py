@@ -42,7 +42,7 @@ def model_card(provenance: Json) -> str:
         "## Draft\n",
         "".join(f"- `{key}`: {json.dumps(value)}\n" for key, value in sorted(draft.items())),
         "Every parameter value, count and version is in `provenance.json`; `manifest.json` has the digest of each file "
-        "and the manifests of all stages before.",
+        "and the manifests of all stages before; `sha256sum -c SHA256SUMS` verifies them all.",
     ]
     return "\n".join(parts) + "\n"
 
