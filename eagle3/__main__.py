@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from eagle3.checks.config_check import Verdict
+    from eagle3.checks.repairs import Repairs
     from eagle3.problems import InvalidInput
     from eagle3.verifiers.verifier_config import VerifierConfig
 
@@ -68,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         judge.set_defaults(run=run)
         if name == "check":
             judge.add_argument("--no-values", action="store_true", help="do not read tensor data, headers alone")
+            text = "write a copy to OUT, which must not exist, with every problem repaired whose right value is certain"
+            judge.add_argument("--fix", type=Path, metavar="OUT", help=text)
     convert = commands.add_parser("flatten", help="speculators' format to the flat one, tensors byte for byte")
     convert.add_argument("source", type=Path, metavar="SRC")
     convert.add_argument("target", type=Path, metavar="DST")
@@ -95,13 +98,20 @@ def check(given: argparse.Namespace) -> int:
     if not given.no_values and importlib.util.find_spec("numpy") is None:
         why, given.no_values = "numpy is not installed; pip install 'eagle3-pipeline[values]'", True
 
-    def judge(verifier: VerifierConfig | None) -> Verdict:
-        verdict, _ = check_checkpoint(given.path, verifier, values=not given.no_values, verifier_folder=given.verifier)
+    def judge(folder: Path, verifier: VerifierConfig | None) -> Verdict:
+        verdict, _ = check_checkpoint(folder, verifier, values=not given.no_values, verifier_folder=given.verifier)
         if given.no_values:
             verdict.skip("values", why)
         return verdict
 
-    return _judge(given, judge)
+    def repaired(verifier: VerifierConfig | None) -> Verdict:
+        from eagle3.checks.repairs import write_repaired
+
+        repairs = write_repaired(given.path, given.fix, lambda folder: judge(folder, verifier))
+        given.repairs = repairs
+        return repairs.verdict
+
+    return _judge(given, repaired if given.fix else lambda verifier: judge(given.path, verifier))
 
 
 def validate_config(given: argparse.Namespace) -> int:
@@ -168,16 +178,19 @@ def _judge(given: argparse.Namespace, judge: Callable[[VerifierConfig | None], V
         if path is not None and not path.exists():
             return _wrong_call(f"{path}: no such file or folder")
     verdict = judge(read_verifier_config(given.verifier) if given.verifier else None)
-    _show(verdict, given.json)
+    _show(verdict, given.json, getattr(given, "repairs", None))
     return ERRORS if verdict.verdict == "error" else OK
 
 
-def _show(verdict: Verdict, as_json: bool) -> None:
+def _show(verdict: Verdict, as_json: bool, repairs: Repairs | None = None) -> None:
+    """The verdict; with `--fix` that of the copy, after what was changed and what was left."""
     from eagle3.problems import format_problems
 
     if as_json:
-        _print_json(verdict.as_dict())
+        _print_json(verdict.as_dict() | (repairs.as_dict() if repairs else {}))
         return
+    if repairs:
+        print(repairs.told())
     if verdict.problems:
         print(format_problems(verdict.problems))
     errors = sum(problem.severity == "error" for problem in verdict.problems)

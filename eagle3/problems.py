@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 SEVERITIES = ("error", "warning")
+TEXTS = ("code", "where", "found", "expected", "fix", "consequence", "severity")
+# What a change does, as its problem says it and as `check --fix` does it (eagle3/checks/repairs.py).
+CHANGES = {
+    "write": "write {where}: {value}",
+    "remove": "remove {where}",
+    "keep": "keep the last {where}: {value}",
+    "strip": "strip {where} from every tensor's name",
+    "rename": "rename {where}* to {value}*",
+    "drop": "remove {where} from the tensors",
+    "integers": "write {where} as int64",
+    "one dimension": "write {where} in one dimension",
+    "offsets": "write {where} - arange(len({where}))",
+    "from mask": "write {where} from t2d: its ids less arange",
+    "index": "write {where} again",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One repair whose result is certain, a key of CHANGES.
+
+    where: a dotted path in config.json, the name of a tensor, or the beginning of such names; value: what is written.
+    """
+
+    kind: str
+    where: str
+    value: Any = None
+
+    def told(self) -> str:
+        value = self.value if self.kind == "rename" else json.dumps(self.value)
+        return CHANGES[self.kind].format(where=self.where, value=value)
 
 
 @dataclass(frozen=True)
@@ -14,7 +47,8 @@ class Problem:
     """One fault of an input.
 
     `code` is short and stable, `where` a dotted path, a tensor or a file, `consequence` says what the server or the
-    stage would do, with the version it was seen in, and `fix` is a value or a command.
+    stage would do, with the version it was seen in, and `fix` is a value or a command. Where the right value is certain
+    `changes` holds it, and `fix` begins with the words of `changes`: see `repairable`.
     """
 
     code: str
@@ -24,12 +58,32 @@ class Problem:
     fix: str
     consequence: str = ""
     severity: str = "error"
+    changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.severity in SEVERITIES, self.severity
+        assert self.fix.startswith(told(self.changes)), self.fix
 
     def as_dict(self) -> dict[str, str]:
-        return asdict(self)
+        return {name: getattr(self, name) for name in TEXTS}
+
+
+Fix = str | Change | tuple[Change, ...]
+
+
+def told(changes: Iterable[Change]) -> str:
+    return "; ".join(change.told() for change in changes)
+
+
+def changes_of(fix: Fix) -> tuple[Change, ...]:
+    """The changes of a fix, none where it is words."""
+    return () if isinstance(fix, str) else (fix,) if isinstance(fix, Change) else fix
+
+
+def repairable(problem: Problem, *changes: Change) -> Problem:
+    """`problem` with a certain repair; its words for a fix become a remark behind it."""
+    remark = f" ({problem.fix})" if problem.fix else ""
+    return replace(problem, fix=told(changes) + remark, changes=changes)
 
 
 class InvalidInput(Exception):

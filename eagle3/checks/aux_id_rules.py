@@ -11,11 +11,12 @@ Sources: vllm/v1/worker/gpu_model_runner.py, vllm/v1/worker/gpu/spec_decode/eagl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import TypeGuard
 
 from eagle3.checks.config_rules import FOREIGN_IDS, VLLM, Given, Rule
 from eagle3.formats.json_files import spelled
-from eagle3.problems import Problem
+from eagle3.problems import Fix, Problem
 
 TOP = "eagle_aux_hidden_state_layer_ids"
 INNER = f"eagle_config.{TOP}"
@@ -120,7 +121,11 @@ def fc_width_follows_the_ids(given: Given) -> Iterator[Problem]:
     if wanted and config.use_aux and config.num_aux != wanted:
         found = config.raw.get("num_aux_hidden_states")
         consequence = f"{VLLM} builds fc for {config.num_aux} states and refuses the tensor (vllm#54526)"
-        fix = f"write {given.place('num_aux_hidden_states')}: {wanted}"
+        fc = given.shape("fc.weight")
+        fits = len(fc) != 2 or fc[1] == wanted * config.target_hidden_size
+        fix: Fix = given.write("num_aux_hidden_states", wanted)
+        if not fits:
+            fix = f"write as many ids as fc takes: {fc[1]} columns are no {wanted} x {config.target_hidden_size}"
         yield given.problem("fc-width", "num_aux_hidden_states", found, f"{wanted}, as many as ids", fix, consequence)
 
 
@@ -131,14 +136,18 @@ def ids_have_their_own_key(given: Given) -> Iterator[Problem]:
     """
     for key in sorted(FOREIGN_IDS & set(given.config.raw)):
         value = given.config.raw[key]
-        ids = [each + 1 for each in value] if _is_ids(value) else None
-        fix = f"write {TOP}: {ids} and num_aux_hidden_states: {len(ids)}" if ids else f"write {TOP}"
+        ids = [each + 1 for each in value] if _is_ids(value) and not given.config.ids else None
+        fc, width = given.shape("fc.weight"), given.config.target_hidden_size
+        fix: Fix = f"write {TOP}; remove {key}"
+        if ids and (len(fc) != 2 or fc[1] == len(ids) * width):
+            writes = (given.write(TOP, ids), given.write("num_aux_hidden_states", len(ids)))
+            fix = (*writes, given.remove(key))
         consequence = f"a key of DFlash or DSpark, output-of numbering: {VLLM}'s runner V1 ignores it, V2 adds 1"
-        yield given.problem("aux-ids", key, spelled(value), TOP, f"{fix}; remove {key}", consequence)
+        yield given.problem("aux-ids", key, spelled(value), TOP, fix, consequence)
 
 
-def _is_ids(value: object) -> bool:
-    return isinstance(value, Sequence) and bool(value) and all(type(each) is int for each in value)
+def _is_ids(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and 0 < len(value) <= 256 and all(type(each) is int for each in value)
 
 
 AUX_ID_RULES: tuple[Rule, ...] = (

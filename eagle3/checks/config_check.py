@@ -12,17 +12,18 @@ from typing import Any
 
 from eagle3.checks.aux_id_rules import AUX_ID_RULES
 from eagle3.checks.config_rules import CONFIG_RULES, Given, Rule
-from eagle3.checks.draft_config import DraftConfig, parse_draft_config, type_problems
+from eagle3.checks.draft_config import SCHEMA, DraftConfig, parse_draft_config, type_problems
 from eagle3.checks.size_rules import SIZE_RULES
 from eagle3.formats.config_formats import recognise
 from eagle3.formats.json_files import JsonFile, printable, read_json_object, spelled
 from eagle3.formats.safetensors_headers import TensorHeader
-from eagle3.problems import Problem, has_errors, sorted_problems
+from eagle3.problems import Change, Problem, has_errors, repairable, sorted_problems
 from eagle3.verifiers.verifier_config import VerifierConfig
 
 RULES: tuple[Rule, ...] = (*CONFIG_RULES, *SIZE_RULES, *AUX_ID_RULES)
 MANY = 40
-SIZE_KEYS = ("_size", "_dim", "_heads", "_layers", "_embeddings")
+# A repetition of these with two values changes nothing that a server computes.
+WITHOUT_WEIGHT = {"dtype", "torch_dtype", "use_cache", "initializer_range", "tie_word_embeddings"}
 
 
 @dataclass
@@ -116,9 +117,13 @@ def apply_rules(rules: tuple[Rule, ...], given: Given, verdict: Verdict, name: s
 
 
 def _repeated(where: str, values: tuple[Any, ...]) -> Problem:
-    """A repeated size is an error where the values differ: nobody can tell which the tensors belong to."""
+    """An error where the values differ and change what is computed: nobody can tell which the training used."""
     differ = any(value != values[0] for value in values[1:])
-    severity = "error" if differ and where.endswith(SIZE_KEYS) else "warning"
+    key = where.rpartition(".")[2]
+    severity = "error" if differ and key in SCHEMA and key not in WITHOUT_WEIGHT else "warning"
     found = " and ".join(spelled(value, 60) for value in values[:4])
-    fix, consequence = "keep one", "every JSON reader keeps the last one without a word"
-    return Problem("repeated-key", printable(where), found, "the key once", fix, consequence, severity)
+    consequence = "every JSON reader keeps the last one without a word"
+    problem = Problem("repeated-key", printable(where), found, "the key once", "keep one", consequence, severity)
+    if severity == "error":
+        return problem
+    return repairable(replace(problem, fix=""), Change("keep", printable(where), values[-1]))

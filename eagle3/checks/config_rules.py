@@ -7,17 +7,26 @@ Rules that also look at tensors are in `eagle3.checks.tensor_rules`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from eagle3.checks.draft_config import SCHEMA, WITHOUT_EFFECT, DraftConfig
+from eagle3.checks.draft_config import SCHEMA, WITHOUT_EFFECT, DraftConfig, place
 from eagle3.formats.config_formats import ARCHITECTURES, unknown_keys
 from eagle3.formats.json_files import printable, spelled
 from eagle3.formats.safetensors_headers import TensorHeader
-from eagle3.problems import Problem
+from eagle3.problems import Change, Fix, Problem, changes_of, told
 from eagle3.verifiers.verifier_config import VerifierConfig
 
 VLLM = "vLLM 0.32.0"
+# The variant's class and type as every trainer writes them; vLLM knows more spellings of the class.
+ARCHITECTURE_OF = {
+    "llama": "LlamaForCausalLMEagle3",
+    "qwen3": "Eagle3Qwen3ForCausalLM",
+    "mla": "Eagle3DeepseekV2ForCausalLM",
+}
+MODEL_TYPE_OF = {"llama": "llama", "qwen3": "qwen3", "mla": "deepseek_v2"}
+# Absent, these have another value under another model_type.
+DEFAULTS_DIFFER = {"head_dim", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "vocab_size"}
 # torch attributes that name a floating dtype; the draft's own is replaced by the verifier's in any case.
 DTYPES = {"bfloat16", "float16", "half", "float32", "float", "float64", "double"}
 # Keys of other drafters that say which layers they read; `eagle3.checks.aux_id_rules` turns them down.
@@ -26,11 +35,6 @@ FOREIGN_IDS = {"target_layer_ids", "layer_ids", "dspark_target_layer_ids", "dfla
 MODELOPT = {
     "next_layer_regular", "parallel_draft_heads_num_layers", "parallel_draft_step",
     "use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm",
-}  # fmt: skip
-# In the nested format these keys stand at the top level, every other one inside transformer_layer_config.
-TOP_LEVEL = {
-    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size",
-    "eagle_aux_hidden_state_layer_ids", "tie_word_embeddings", "dtype", "torch_dtype", "architectures",
 }  # fmt: skip
 
 
@@ -44,15 +48,23 @@ class Given:
 
     def place(self, key: str) -> str:
         """Where a field stands in the file."""
-        return f"transformer_layer_config.{key}" if self.config.nested and key not in TOP_LEVEL else key
+        return place(key, self.config.nested)
 
-    def problem(self, code: str, key: str, found: Any, expected: str, fix: str, consequence: str) -> Problem:
+    def problem(self, code: str, key: str, found: Any, expected: str, fix: Fix, consequence: str) -> Problem:
         value = "absent" if found is None else printable(found) if isinstance(found, str) else spelled(found)
-        return Problem(code, self.place(key), value, expected, fix, consequence)
+        changes = changes_of(fix)
+        words = fix if isinstance(fix, str) else told(changes)
+        return Problem(code, self.place(key), value, expected, words, consequence, changes=changes)
 
-    def warning(self, code: str, key: str, found: Any, expected: str, fix: str, consequence: str) -> Problem:
-        error = self.problem(code, key, found, expected, fix, consequence)
-        return Problem(**{**error.as_dict(), "severity": "warning"})
+    def warning(self, code: str, key: str, found: Any, expected: str, fix: Fix, consequence: str) -> Problem:
+        return replace(self.problem(code, key, found, expected, fix, consequence), severity="warning")
+
+    def write(self, key: str, value: Any) -> Change:
+        """The certain repair that gives a field its right value."""
+        return Change("write", self.place(key), value)
+
+    def remove(self, key: str) -> Change:
+        return Change("remove", self.place(key))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, or () where it is not there."""
@@ -60,6 +72,16 @@ class Given:
 
 
 Rule = Callable[[Given], Iterator[Problem]]
+
+
+def layer_kind(tensors: Mapping[str, TensorHeader]) -> str | None:
+    """The variant whose attention has these tensors (canonical names); None without tensors of a layer."""
+    attention = "layers.0.self_attn."
+    if not any(name.startswith(attention) for name in tensors):
+        return None
+    if f"{attention}kv_a_proj_with_mqa.weight" in tensors:
+        return "mla"
+    return "qwen3" if f"{attention}q_norm.weight" in tensors else "llama"
 
 
 def class_is_named(given: Given) -> Iterator[Problem]:
@@ -70,17 +92,17 @@ def class_is_named(given: Given) -> Iterator[Problem]:
     names = given.config.raw.get("architectures") or []
     if given.config.nested or any(name in ARCHITECTURES for name in names):
         return
-    right = '["LlamaForCausalLMEagle3"]'
-    fix = f"write architectures: {right}"
+    right = [ARCHITECTURE_OF[layer_kind(given.tensors) or "llama"]]
+    fix = given.write("architectures", right)
     if any(f"Eagle3{name}" in ARCHITECTURES for name in names):
         taken = next(f"Eagle3{name}" for name in names if f"Eagle3{name}" in ARCHITECTURES)
         consequence = (
             f"{VLLM} puts Eagle3 in front and builds {taken}; SGLang builds an ordinary model and drops the draft"
         )
-        yield given.warning("class-name", "architectures", names, right, fix, consequence)
+        yield given.warning("class-name", "architectures", names, spelled(right), fix, consequence)
     else:
         consequence = f"{VLLM} has no such draft class and refuses (SGLang: KeyError or an ordinary model)"
-        yield given.problem("class-name", "architectures", names or None, right, fix, consequence)
+        yield given.problem("class-name", "architectures", names or None, spelled(right), fix, consequence)
 
 
 def model_type_fits_the_class(given: Given) -> Iterator[Problem]:
@@ -89,11 +111,13 @@ def model_type_fits_the_class(given: Given) -> Iterator[Problem]:
     Source: transformers' AutoConfig; vllm/transformers_utils/model_arch_config_convertor.py, is_deepseek_mla.
     """
     found, variant = given.config.raw.get("model_type"), given.config.variant
-    right = {"llama": "llama", "qwen3": "qwen3", "mla": "deepseek_v2"}[variant]
-    if found == right or given.config.nested:
-        return
-    fix = f'write model_type: "{right}"'
+    right = MODEL_TYPE_OF[variant]
+    if found == right or given.config.nested or layer_kind(given.tensors) not in (None, variant):
+        return  # class_is_that_of_the_tensors says it
+    fix: Fix = given.write("model_type", right)
     if variant == "llama" and found in ("qwen2", "phi3", "mistral", "qwen3"):
+        if given.config.absent & DEFAULTS_DIFFER:
+            fix = f'write model_type: "{right}" and every size: the types have other defaults'
         consequence = f"{VLLM} builds the Llama draft, and takes what the config leaves out from {found}'s defaults"
         yield given.warning("model-type", "model_type", found, right, fix, consequence)
     else:
@@ -133,7 +157,8 @@ def activation_is_silu(given: Given) -> Iterator[Problem]:
     found = given.config.raw.get("hidden_act", "silu")
     if found != "silu":
         consequence = f"{VLLM} refuses: unsupported activation, only silu"
-        yield given.problem("activation", "hidden_act", found, '"silu"', 'write hidden_act: "silu"', consequence)
+        fix = 'train with silu: hidden_act: "silu" is right only if the draft was trained so'
+        yield given.problem("activation", "hidden_act", found, '"silu"', fix, consequence)
 
 
 def epsilon_is_given(given: Given) -> Iterator[Problem]:
@@ -174,7 +199,10 @@ def norms_agree(given: Given) -> Iterator[Problem]:
     inner = raw.get("eagle_config", {}).get("norm_before_fc")
     if inner is not None and raw.get("norm_before_fc") not in (None, inner):
         consequence = f"{VLLM} takes the value in eagle_config"
-        fix = "write the same value twice, or once"
+        fix: Fix = "write the same value twice, or once"
+        if given.tensors:
+            right = "input_norm.weight" in given.tensors
+            fix = tuple(given.write(place, right) for place in ("eagle_config.norm_before_fc", "norm_before_fc"))
         yield given.problem("norm-flag", "norm_before_fc", raw["norm_before_fc"], spelled(inner), fix, consequence)
     if config.norm_before_fc and config.fc_norm:
         consequence = f"{VLLM} applies both norms one after the other; speculators 0.9.0 refuses the pair"
@@ -191,7 +219,8 @@ def head_is_its_own(given: Given) -> Iterator[Problem]:
     """
     if given.config.raw.get("tie_word_embeddings") is True:
         consequence = f"{VLLM} ignores it; SGLang 0.5.23 uses the embedding as the head"
-        yield given.warning("tied-head", "tie_word_embeddings", True, "false", "write false", consequence)
+        fix = given.write("tie_word_embeddings", False)
+        yield given.warning("tied-head", "tie_word_embeddings", True, "false", fix, consequence)
 
 
 def dtype_has_a_name(given: Given) -> Iterator[Problem]:
@@ -204,13 +233,20 @@ def dtype_has_a_name(given: Given) -> Iterator[Problem]:
         found = given.config.raw.get(key)
         if found is not None and found not in DTYPES:
             consequence = "AttributeError: torch has no such attribute"
-            expected = f'"{verifier or "bfloat16"}"'
-            yield given.problem("dtype", key, found, expected, f"write {expected}", consequence)
+            right = _dtype_of_the_tensors(given) or verifier or "bfloat16"
+            yield given.problem("dtype", key, found, spelled(right), given.write(key, right), consequence)
         elif found is not None and verifier and found != verifier:
             consequence = f"{VLLM} casts the draft to {verifier} without a word"
             if verifier == "float16":
                 consequence += "; values over 65504 become infinite"
             yield given.warning("dtype", key, found, f'"{verifier}", the verifier\'s', "convert the draft", consequence)
+
+
+def _dtype_of_the_tensors(given: Given) -> str | None:
+    """The dtype that all float tensors share."""
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    found = {names[each.dtype] for each in given.tensors.values() if each.dtype in names}
+    return found.pop() if len(found) == 1 else None
 
 
 def keys_are_known(given: Given) -> Iterator[Problem]:
@@ -220,10 +256,10 @@ def keys_are_known(given: Given) -> Iterator[Problem]:
     """
     known = set(SCHEMA) | WITHOUT_EFFECT
     for problem in unknown_keys(set(given.config.raw) - known - FOREIGN_IDS, known):
-        yield Problem(**{**problem.as_dict(), "where": given.place(problem.where)})
+        yield replace(problem, where=given.place(problem.where))
     eagle = {"eagle_aux_hidden_state_layer_ids", "norm_before_fc", "use_aux_hidden_state"}
     yield from (
-        Problem(**{**problem.as_dict(), "where": given.place(f"eagle_config.{problem.where}")})
+        replace(problem, where=given.place(f"eagle_config.{problem.where}"))
         for problem in unknown_keys(set(given.config.raw.get("eagle_config", {})) - eagle - MODELOPT, eagle)
     )
 

@@ -7,13 +7,13 @@ another type that means one thing alone ("64", 64.0) is reported and read as tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cerberus import TypeDefinition, Validator
 
 from eagle3.formats.json_files import spelled
-from eagle3.problems import Problem
+from eagle3.problems import Change, Problem, repairable
 
 MAX_SIZE = 2**31 - 1
 MAX_COUNT = 256
@@ -108,6 +108,11 @@ SCHEMA: dict[str, Any] = {
     "qk_rope_head_dim": _SIZE,
     "v_head_dim": _SIZE,
 }
+# In the nested format these keys stand at the top level, every other one inside transformer_layer_config.
+TOP_LEVEL = {
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size",
+    "eagle_aux_hidden_state_layer_ids", "tie_word_embeddings", "dtype", "torch_dtype", "architectures",
+}  # fmt: skip
 # Read by no server when it computes a draft's logits; anything else is reported.
 WITHOUT_EFFECT = {
     "_attn_implementation", "_name_or_path", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id",
@@ -151,6 +156,11 @@ class DraftConfig:
     quantized: bool
 
 
+def place(key: str, nested: bool) -> str:
+    """Where a field stands in the file."""
+    return f"transformer_layer_config.{key}" if nested and key not in TOP_LEVEL else key
+
+
 class ConfigValidator(Validator):
     """cerberus whose integers and numbers are no booleans; a `float` is a JSON number with fraction or exponent."""
 
@@ -177,7 +187,10 @@ def type_problems(raw: dict[str, Any], nested: bool) -> tuple[list[Problem], dic
         value, known = lossless(raw[key], schema[key])
         known = known and ConfigValidator({key: schema[key]}).validate({key: value} if value is not None else {})
         value = value if known else None
-        problems.append(_type_problem(key, raw[key], _messages(validator.errors[key]), value, known))
+        where = place(key, nested)
+        change = Change("remove", where) if value is None else Change("write", where, value)
+        problem = _type_problem(where, raw[key], _messages(validator.errors[key]))
+        problems.append(repairable(replace(problem, fix=""), change) if known else problem)
         if not known and not schema[key].get("nullable"):
             coerced = None
         elif coerced is not None:
@@ -261,13 +274,12 @@ def _messages(errors: list[Any]) -> str:
     return "; ".join(parts)
 
 
-def _type_problem(key: str, found: Any, message: str, value: Any, known: bool) -> Problem:
-    fix = f"write {spelled(value)}" if value is not None else "remove the key" if known else "write a valid value"
+def _type_problem(where: str, found: Any, message: str) -> Problem:
     return Problem(
         "config-type",
-        key,
+        where,
         spelled(found),
         message,
-        fix,
+        "write a valid value",
         "transformers 5.19.0 and vLLM 0.32.0 refuse the config, or compute with something else",
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 from eagle3.checks.draft_config import DraftConfig
 from eagle3.checks.expected_tensors import SHARED, ZERO
 from eagle3.checks.simulated_load import CUT, DROPPED_SILENTLY, REFUSED, SimulatedLoad, TensorFate, unfilled
 from eagle3.formats.config_formats import canonical
 from eagle3.formats.json_files import printable
-from eagle3.problems import Problem
+from eagle3.problems import Change, Problem, repairable
 
 VLLM = "vLLM 0.32.0"
 PREFIXES = ("module.", "model.", "draft_model.", "_orig_mod.", "draft.", "eagle.")
@@ -28,7 +29,7 @@ def load_problems(load: SimulatedLoad, config: DraftConfig, verifier_vocab_size:
         if state.state == SHARED and state.parameter.name.startswith("lm_head"):
             yield _borrowed_head(config, verifier_vocab_size)
         elif state.state == ZERO:
-            yield _no_map(config, verifier_vocab_size)
+            yield _no_map(config, verifier_vocab_size, any(fate.tensor.name == "t2d" for fate in load.tensors))
 
 
 def common_prefix(names: list[str]) -> str:
@@ -44,14 +45,15 @@ def common_prefix(names: list[str]) -> str:
 
 
 def prefix_problem(prefix: str) -> Problem:
-    return Problem(
+    problem = Problem(
         "name-prefix",
         f"{prefix}*",
         "the prefix of a trainer or wrapper before the tensor names",
         "the names without it",
-        f"strip {prefix} from every name and export again; the rest was judged as if that were done",
+        "the rest was judged as if that were done",
         f"{VLLM} refuses: ValueError, there is no module or parameter named model.{prefix.rstrip('.')}",
     )
+    return repairable(problem, Change("strip", prefix))
 
 
 def _tensor_problems(fate: TensorFate) -> Iterator[Problem]:
@@ -65,11 +67,15 @@ def _tensor_problems(fate: TensorFate) -> Iterator[Problem]:
         yield Problem("tensor-dropped", name, shape, "a tensor that the server uses", fix, f"{VLLM}: {fate.why}")
     elif fate.fate == REFUSED and fate.expected:
         fix = "correct the config's sizes, or export again"
-        yield Problem("tensor-shape", name, shape, expected, fix, f"{VLLM} refuses: {fate.why}")
+        problem = Problem("tensor-shape", name, shape, expected, fix, f"{VLLM} refuses: {fate.why}")
+        flat = name == "d2t" and len(fate.tensor.shape) > 1 and prod(fate.tensor.shape) == prod(fate.expected)
+        yield repairable(replace(problem, fix=""), Change("one dimension", "d2t")) if flat else problem
 
 
 def _unknown_tensors(load: SimulatedLoad, config: DraftConfig, verifier_vocab_size: int) -> Iterator[Problem]:
     """One problem a tensor that the class does not have; one for all where many share the first word of their name."""
+    heads = {fate.tensor.shape[:1] for fate in load.tensors if canonical(fate.tensor.name) == "lm_head.weight"}
+    full = config.draft_vocab_size == verifier_vocab_size and not heads - {(verifier_vocab_size,)}
     groups: dict[str, list[TensorFate]] = {}
     for fate in load.tensors:
         if fate.fate == REFUSED and not fate.expected:
@@ -77,29 +83,42 @@ def _unknown_tensors(load: SimulatedLoad, config: DraftConfig, verifier_vocab_si
     for word, fates in groups.items():
         if len(fates) <= FEW or word == "layers":
             for fate in fates:
-                yield _unknown_tensor(fate.tensor.name, str(list(fate.tensor.shape)), config, verifier_vocab_size)
+                yield _unknown_tensor(fate.tensor.name, str(list(fate.tensor.shape)), full)
             continue
-        first = _unknown_tensor(fates[0].tensor.name, "", config, verifier_vocab_size)
-        import difflib
-
-        near = difflib.get_close_matches(word, ("midlayer", "layers"), 1)
-        fix = f"rename {printable(word)}. to layers.0. (vLLM and SGLang take midlayer. too)" if near else first.fix
+        first = _unknown_tensor(fates[0].tensor.name, "", full)
         found = f"{len(fates)} tensors, {first.where} and others"
-        yield replace(first, where=f"{printable(word)}.*", found=found, fix=fix)
+        first = replace(first, where=f"{printable(word)}.*", found=found)
+        if _is_layer_0(load, word, fates):
+            first = repairable(replace(first, fix="", changes=()), Change("rename", f"{word}.", "layers.0."))
+        elif word + "." in TRAINER:
+            first = repairable(replace(first, fix="", changes=()), Change("drop", f"{word}.*"))
+        yield first
 
 
-def _unknown_tensor(name: str, shape: str, config: DraftConfig, verifier_vocab_size: int) -> Problem:
+def _is_layer_0(load: SimulatedLoad, word: str, fates: list[TensorFate]) -> bool:
+    """Whether these tensors, all of one first word, are what layer 0 lacks: each has the name and shape of a part."""
+    parts = {part.name: part.shape for state in load.parameters for part in state.missing}
+    rest = {f"layers.0{fate.tensor.name.removeprefix(word)}": fate.tensor.shape for fate in fates}
+    return word.isprintable() and word.isascii() and all(parts.get(name) == shape for name, shape in rest.items())
+
+
+def _unknown_tensor(name: str, shape: str, full_vocabulary: bool) -> Problem:
+    """full_vocabulary: config and head say that draft and verifier share one vocabulary."""
     consequence = f"{VLLM} refuses: ValueError, there is no module or parameter of that name"
     fix = "remove it, or rename it to what the server calls it"
-    if "d2t" in name and config.draft_vocab_size == verifier_vocab_size:
-        fix = "remove d2t: the vocabularies are equal, so a map (all zero) has nothing to do"
+    changes: tuple[Change, ...] = ()
+    if name == "d2t" and not full_vocabulary:
+        fix = "correct draft_vocab_size: with it equal to the verifier's the class has no map"
+    elif name == "d2t":
+        fix, changes = "the vocabularies are equal, so a map (all zero) has nothing to do", (Change("drop", name),)
     elif name.endswith(("_packed", "_scale", "_scale_inv", "_zero_point", "_shape")):
         fix = "write the quantization_config that the tensors were packed with, or dequantise"
     elif name.startswith(TRAINER):
-        fix = "export the draft alone, without the trainer's state"
+        fix, changes = "the trainer's state, no part of the draft", (Change("drop", name),)
     elif "q_norm" in name or "k_norm" in name:
         fix = 'write architectures: ["Eagle3Qwen3ForCausalLM"] and model_type: "qwen3", if these norms were trained'
-    return Problem("unknown-tensor", printable(name), shape, "a tensor that the class has", fix, consequence)
+    problem = Problem("unknown-tensor", printable(name), shape, "a tensor that the class has", fix, consequence)
+    return repairable(problem, *changes) if changes and name == printable(name) else problem
 
 
 def _twice(load: SimulatedLoad) -> Iterator[Problem]:
@@ -155,8 +174,8 @@ def _borrowed_head(config: DraftConfig, verifier_vocab_size: int) -> Problem:
     return Problem("borrowed-head", "lm_head.weight", "absent", expected, fix, consequence, "warning")
 
 
-def _no_map(config: DraftConfig, verifier_vocab_size: int) -> Problem:
-    return Problem(
+def _no_map(config: DraftConfig, verifier_vocab_size: int, has_mask: bool) -> Problem:
+    problem = Problem(
         "tensor-missing",
         "d2t",
         "absent",
@@ -164,3 +183,5 @@ def _no_map(config: DraftConfig, verifier_vocab_size: int) -> Problem:
         "export d2t",
         f"{VLLM} loads without a word: row i of the head means token i of {verifier_vocab_size}",
     )
+    remark = f"if it marks {config.draft_vocab_size} tokens; trainers cut the head by it"
+    return repairable(replace(problem, fix=remark), Change("from mask", "d2t")) if has_mask else problem

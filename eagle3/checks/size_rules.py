@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from eagle3.checks.config_rules import VLLM, Given, Rule
 from eagle3.formats.json_files import spelled
-from eagle3.problems import Problem
+from eagle3.problems import Fix, Problem, repairable
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # rope_type -> the parameters that it needs (transformers 5.19.0, modeling_rope_utils.py, _validate_*_rope_parameters)
@@ -46,7 +47,11 @@ def vocabulary_is_the_verifiers(given: Given) -> Iterator[Problem]:
         consequence = (
             f"{VLLM} scatters the draft's logits into {config.vocab_size} columns for a verifier of another width"
         )
-        fix = f"write vocab_size: {verifier.vocab_size}"
+        rows = {given.shape(name)[0] for name in ("embed_tokens.weight", "t2d") if given.shape(name)}
+        change = given.write("vocab_size", verifier.vocab_size)
+        fix: Fix = change
+        if rows - {verifier.vocab_size}:
+            fix = f"rebuild embed_tokens and t2d with {verifier.vocab_size} rows, then {change.told()}"
         found, expected = config.vocab_size, f"{verifier.vocab_size}, the verifier's"
         yield given.problem("vocabulary", "vocab_size", found, expected, fix, consequence)
 
@@ -81,7 +86,10 @@ def target_width_is_the_verifiers(given: Given) -> Iterator[Problem]:
     consequence = (
         f"{VLLM} builds fc for states of width {config.target_hidden_size}: AssertionError, or a wrong product"
     )
-    fix = f"write target_hidden_size: {verifier.hidden_size}"
+    fix: Fix = given.write("target_hidden_size", verifier.hidden_size)
+    fc = given.shape("fc.weight")
+    if len(fc) == 2 and fc[1] % verifier.hidden_size:
+        fix = f"train for this verifier: fc.weight takes {fc[1]}, no multiple of {verifier.hidden_size}"
     expected = f"{verifier.hidden_size}, the verifier's hidden_size"
     yield given.problem("width", "target_hidden_size", found, expected, fix, consequence)
 
@@ -96,14 +104,18 @@ def rope_is_given_once(given: Given) -> Iterator[Problem]:
     new, old, theta = raw.get("rope_parameters"), raw.get("rope_scaling"), raw.get("rope_theta")
     if new and old:
         consequence = "transformers 5.19.0 takes rope_scaling and throws rope_parameters away"
-        severity = given.warning if new == old else given.problem
-        yield severity("rope", "rope_scaling", spelled(old), "only one of the two", "remove rope_scaling", consequence)
+        if new == old:
+            fix = given.remove("rope_scaling")
+            yield given.warning("rope", "rope_scaling", spelled(old), "only one of the two", fix, consequence)
+        else:
+            words = "keep the one that the draft was trained with, remove the other"
+            yield given.problem("rope", "rope_scaling", spelled(old), "only one of the two", words, consequence)
     rope = old or new or {}
     inner = rope.get("rope_theta")
     if theta is not None and inner is not None and theta != inner:
         consequence = f"the theta inside wins: {inner}"
-        fix = f"write rope_theta: {inner}, or remove it"
-        yield given.problem("rope", "rope_theta", theta, f"{inner}, as in the rope parameters", fix, consequence)
+        words = f"write the theta of the training in both places; {inner} keeps what is served now"
+        yield given.problem("rope", "rope_theta", theta, f"{inner}, as in the rope parameters", words, consequence)
     if theta is None and inner is None:
         consequence = f"{VLLM} takes theta 10000"
         yield given.warning("rope", "rope_theta", None, "the theta of the training", "write it", consequence)
@@ -145,17 +157,25 @@ def positions_cover_the_verifier(given: Given) -> Iterator[Problem]:
     found = config.raw.get("max_position_embeddings")
     if found is None and config.nested:
         consequence = f"{VLLM} has no default in this format: tables of 8192 positions, or an AttributeError"
-        yield given.problem("positions", "max_position_embeddings", None, "a length", "write it", consequence)
+        yield given.problem("positions", "max_position_embeddings", None, "a length", _length(given), consequence)
     elif found is None:
         consequence = f"{VLLM} takes 2048, and raises it to the verifier's length"
         yield given.warning(
-            "positions", "max_position_embeddings", None, "the verifier's length", "write it", consequence
+            "positions", "max_position_embeddings", None, "the verifier's length", _length(given), consequence
         )
     elif verifier and verifier.max_position_embeddings and found < verifier.max_position_embeddings:
         right = verifier.max_position_embeddings
         consequence = f"{VLLM} raises it by itself; older versions and SGLang crash or slow down beyond {found} tokens"
-        fix = f"write max_position_embeddings: {right} (rotary embedding has no weights)"
-        yield given.warning("positions", "max_position_embeddings", found, f"{right}, the verifier's", fix, consequence)
+        warning = given.warning(
+            "positions", "max_position_embeddings", found, f"{right}, the verifier's", "", consequence
+        )
+        change = given.write("max_position_embeddings", right)
+        yield repairable(replace(warning, fix="rotary embedding has no weights"), change)
+
+
+def _length(given: Given) -> Fix:
+    right = given.verifier.max_position_embeddings if given.verifier else None
+    return given.write("max_position_embeddings", right) if right else "write it"
 
 
 def layer_types_fit(given: Given) -> Iterator[Problem]:

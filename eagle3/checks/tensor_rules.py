@@ -6,16 +6,22 @@ The simulated load (`eagle3.checks.simulated_load`) finds that a tensor does not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from eagle3.checks.config_rules import VLLM, Given, Rule
-from eagle3.formats.json_files import printable
-from eagle3.problems import Problem
+from eagle3.checks.config_rules import ARCHITECTURE_OF, MODEL_TYPE_OF, VLLM, Given, Rule, layer_kind
+from eagle3.formats.json_files import printable, spelled
+from eagle3.problems import Change, Fix, Problem, repairable
 
 ATTN = "layers.0.self_attn"
 FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("I64", "I32", "I16", "I8", "U8", "U16", "U32", "U64")
+HIDDEN_AXES = {
+    "norm.weight": 0, "fc.weight": 0, "layers.0.hidden_norm.weight": 0, "layers.0.input_layernorm.weight": 0,
+    "layers.0.mlp.gate_proj.weight": 1, "layers.0.mlp.down_proj.weight": 0,
+}  # fmt: skip
+INTERMEDIATE_AXES = {
+    "layers.0.mlp.gate_proj.weight": 0, "layers.0.mlp.up_proj.weight": 0, "layers.0.mlp.down_proj.weight": 1,
+}  # fmt: skip
 LAYER = re.compile(r"^layers\.(\d{1,6})\.")
 
 
@@ -33,8 +39,10 @@ def layers_are_as_many_as_the_tensors(given: Given) -> Iterator[Problem]:
             if layers > count
             else (f"{VLLM} refuses the tensors of the layers beyond")
         )
-        right = f"write num_hidden_layers: {count}"
-        yield given.problem("layers", "num_hidden_layers", layers, f"{count}, as in the tensors", right, consequence)
+        fix: Fix = given.write("num_hidden_layers", count)
+        if found != set(range(count)):
+            fix = f"export the layers between: only {sorted(found)[:8]} have tensors"
+        yield given.problem("layers", "num_hidden_layers", layers, f"{count}, as in the tensors", fix, consequence)
 
 
 def sizes_are_those_of_the_tensors(given: Given) -> Iterator[Problem]:
@@ -44,10 +52,10 @@ def sizes_are_those_of_the_tensors(given: Given) -> Iterator[Problem]:
     """
     config = given.config
     q, k = given.shape(f"{ATTN}.q_proj.weight"), given.shape(f"{ATTN}.k_proj.weight")
-    gate, norm, fc = given.shape("layers.0.mlp.gate_proj.weight"), given.shape("norm.weight"), given.shape("fc.weight")
+    fc = given.shape("fc.weight")
     wanted: dict[str, int | None] = {
-        "hidden_size": norm[0] if len(norm) == 1 else None,
-        "intermediate_size": gate[0] if len(gate) == 2 and gate[1] == config.hidden_size else None,
+        "hidden_size": _common(given, HIDDEN_AXES),
+        "intermediate_size": _common(given, INTERMEDIATE_AXES),
     }
     if config.variant != "mla" and len(q) == len(k) == 2 and q[1] == k[1] == 2 * config.hidden_size:
         wanted |= _head_sizes(given, q[0], k[0])
@@ -58,9 +66,30 @@ def sizes_are_those_of_the_tensors(given: Given) -> Iterator[Problem]:
             default = f"takes {taken}, " if found is None else ""
             consequence = f"{VLLM} {default}narrows a larger tensor without a word and refuses a smaller one"
             expected = f"{right}, as in the tensors"
-            yield given.problem("size", key, found, expected, f"write {key}: {right}", consequence)
+            certain = not {"head_dim", "num_attention_heads"} & {key} or key in config.absent
+            fix: Fix = given.write(key, right) if certain else _or_the_heads(given, right)
+            yield given.problem("size", key, found, expected, fix, consequence)
     if len(fc) == 2 and config.use_aux:
         yield from _fc_width(given, fc)
+
+
+def _common(given: Given, axes: Mapping[str, int]) -> int | None:
+    """The size that all these tensors have on their axis; None where they differ: then it is a tensor that is wrong."""
+    sizes = {given.shape(name)[axis] for name, axis in axes.items() if len(given.shape(name)) > axis}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _or_the_heads(given: Given, head_dim: int) -> str:
+    """Rows are heads times head_dim: where both are written, either may be the wrong one."""
+    config = given.config
+    heads = head_dim * config.num_attention_heads // config.head_dim
+    return f"write head_dim: {head_dim}, or num_attention_heads: {heads} if head_dim {config.head_dim} is right"
+
+
+def _flag_place(given: Given, key: str) -> str:
+    """norm_before_fc is read from eagle_config first, where it is there."""
+    inner = given.config.raw.get("eagle_config", {}).get(key) if key == "norm_before_fc" else None
+    return key if inner is None else f"eagle_config.{key}"
 
 
 def _head_sizes(given: Given, q_rows: int, k_rows: int) -> dict[str, int | None]:
@@ -88,7 +117,7 @@ def _fc_width(given: Given, fc: tuple[int, ...]) -> Iterator[Problem]:
         return  # fc_width_follows_the_ids says it
     if fc[1] % wide == 0 and wide == config.target_hidden_size:
         right = fc[1] // wide
-        fix = f"write {given.place('num_aux_hidden_states')}: {right} and the {right} layer ids"
+        fix: Fix = f"write {given.place('num_aux_hidden_states')}: {right} and the {right} layer ids"
         expected = f"{right}: fc.weight takes {fc[1]} = {right} x {wide}"
         consequence = f"{VLLM} builds fc for {config.num_aux} states and refuses the tensor"
         found = config.raw.get("num_aux_hidden_states")
@@ -96,7 +125,10 @@ def _fc_width(given: Given, fc: tuple[int, ...]) -> Iterator[Problem]:
     elif fc[1] % count == 0:
         right = fc[1] // count
         found = None if "target_hidden_size" in config.absent else config.target_hidden_size
-        fix = f"write target_hidden_size: {right}"
+        known = given.verifier.hidden_size if given.verifier else None
+        fix = (
+            given.write("target_hidden_size", right) if known == right or ids else f"write target_hidden_size: {right}"
+        )
         consequence = (
             f"{VLLM} builds fc [{config.hidden_size}, {count * config.target_hidden_size}] and refuses the tensor"
         )
@@ -115,7 +147,8 @@ def draft_vocabulary_is_the_heads(given: Given) -> Iterator[Problem]:
     if len(head) == 2 and head[0] and head[0] != config.draft_vocab_size:
         found = None if absent else config.draft_vocab_size
         took = f"{VLLM} takes vocab_size for it: " if absent else f"{VLLM}: "
-        fix = f"write draft_vocab_size: {head[0]}"
+        d2t = given.shape("d2t")
+        fix = given.write("draft_vocab_size", head[0]) if d2t in ((), (head[0],)) else f"{head[0]}, or another head"
         consequence = f"{took}AssertionError without any text"
         yield given.problem("vocabulary", "draft_vocab_size", found, f"{head[0]}, rows of lm_head", fix, consequence)
     elif absent and head:
@@ -133,7 +166,8 @@ def vocabulary_is_that_of_the_tensors(given: Given) -> Iterator[Problem]:
         shape = given.shape(name)
         if shape and shape[0] and shape[0] != config.vocab_size:
             known = given.verifier.vocab_size if given.verifier else None
-            fix = f"write vocab_size: {shape[0]}" if known in (None, shape[0]) else f"rebuild {name} with {known} rows"
+            certain = known in (None, shape[0])
+            fix = given.write("vocab_size", shape[0]) if certain else f"rebuild {name} with {known} rows"
             consequence = (
                 f"{VLLM}: AssertionError without any text" if name != "t2d" else "the map is for another vocabulary"
             )
@@ -154,11 +188,13 @@ def map_is_integers(given: Given) -> Iterator[Problem]:
     d2t = given.tensors.get("d2t")
     if d2t is None or d2t.dtype == "I64":
         return
-    fix = "export d2t as int64"
     if d2t.dtype in INTEGERS:
-        yield Problem("map-dtype", "d2t", d2t.dtype, "I64", fix, f"{VLLM} casts it, without loss", "warning")
+        consequence = f"{VLLM} casts it, without loss"
+        problem = Problem("map-dtype", "d2t", d2t.dtype, "I64", "", consequence, "warning")
     else:
-        yield Problem("map-dtype", "d2t", d2t.dtype, "I64", fix, f"{VLLM} rounds it to integers without a word")
+        consequence = f"{VLLM} rounds it to integers without a word"
+        problem = Problem("map-dtype", "d2t", d2t.dtype, "I64", "if its numbers are whole", consequence)
+    yield repairable(problem, Change("integers", "d2t"))
 
 
 def norms_have_their_flags(given: Given) -> Iterator[Problem]:
@@ -182,7 +218,12 @@ def norms_have_their_flags(given: Given) -> Iterator[Problem]:
         consequence = f"{VLLM} leaves the norm uninitialised" if flag else f"{VLLM} {without}"
         found = None if key in config.absent and not flag else flag
         expected = f"{str(present).lower()}: {tensor} is {'there' if present else 'not there'}"
-        yield given.problem("norm-flag", key, found, expected, f"write {key}: {str(present).lower()}", consequence)
+        place = _flag_place(given, key)
+        spellings = {place, key} if key in config.raw else {place}
+        fix: Fix = tuple(given.write(each, True) for each in sorted(spellings))
+        if not present:
+            fix = f"export {tensor} again; {place}: false only if trained without"
+        yield given.problem("norm-flag", place, found, expected, fix, consequence)
 
 
 def biases_have_their_flags(given: Given) -> Iterator[Problem]:
@@ -199,13 +240,14 @@ def biases_have_their_flags(given: Given) -> Iterator[Problem]:
     for key, (flag, name) in flags.items():
         present = name in given.tensors
         if flag != present and given.config.variant != "mla":
-            right = str(present).lower()
+            right, alone = str(present).lower(), f"{key}: false only if trained without"
             consequence = (
                 f"{VLLM} leaves the biases uninitialised" if flag else f"{VLLM} drops the biases without a word"
             )
             found = None if key in given.config.absent else flag
             expected = f"{right}: {name} is {'there' if present else 'not there'}"
-            yield given.problem("bias-flag", key, found, expected, f"write {key}: {right}", consequence)
+            fix = given.write(key, True) if present else f"export the biases again; {alone}"
+            yield given.problem("bias-flag", key, found, expected, fix, consequence)
 
 
 def class_is_that_of_the_tensors(given: Given) -> Iterator[Problem]:
@@ -213,20 +255,14 @@ def class_is_that_of_the_tensors(given: Given) -> Iterator[Problem]:
 
     Source: vllm/model_executor/models/qwen3_eagle3.py, deepseek_eagle3.py.
     """
-    if not any(name.startswith(ATTN) for name in given.tensors):
-        return
-    seen = "llama"
-    if f"{ATTN}.q_norm.weight" in given.tensors:
-        seen = "qwen3"
-    if f"{ATTN}.kv_a_proj_with_mqa.weight" in given.tensors:
-        seen = "mla"
-    right = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM", "mla": "Eagle3DeepseekV2ForCausalLM"}
-    if seen != given.config.variant:
-        found: Any = given.config.raw.get("architectures")
-        layer_type = {"llama": "llama", "qwen3": "qwen3", "mla": "deepseek_v2"}[seen]
-        where = "model_type" if given.config.nested else "architectures"
-        expected = f'"{layer_type}"' if given.config.nested else f'["{right[seen]}"]'
-        fix = f'write model_type: "{layer_type}"' + ("" if given.config.nested else f" and architectures: {expected}")
+    seen = layer_kind(given.tensors)
+    if seen and seen != given.config.variant:
+        nested = given.config.nested
+        where, right = ("model_type", MODEL_TYPE_OF[seen]) if nested else ("architectures", [ARCHITECTURE_OF[seen]])
+        found, expected = given.config.raw.get(where), spelled(right)
+        fix: Fix = tuple(given.write(*each) for each in {where: right, "model_type": MODEL_TYPE_OF[seen]}.items())
+        if nested and seen == "mla":
+            fix = "flatten it by hand: the nested format has no MLA layers in vLLM 0.32.0"
         consequence = (
             f"{VLLM} builds the {given.config.variant} draft: tensors are refused or parameters stay uninitialised"
         )
@@ -240,7 +276,7 @@ def aux_states_are_used(given: Given) -> Iterator[Problem]:
     """
     if not given.config.use_aux and "fc.weight" in given.tensors:
         consequence = f"{VLLM} drops fc without a word and feeds the draft the final state alone"
-        fix = "write use_aux_hidden_state: true"
+        fix = given.write("eagle_config.use_aux_hidden_state", True)
         yield given.problem(
             "aux-flag", "eagle_config.use_aux_hidden_state", False, "true: fc.weight is there", fix, consequence
         )

@@ -7,13 +7,13 @@ value: everything here loads without a word.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from eagle3.formats.json_files import printable
 from eagle3.formats.safetensors_headers import TensorHeader
-from eagle3.problems import Problem
+from eagle3.problems import Change, Problem, repairable
 
 WINDOW = 16 << 20
 BLOCK = 1 << 18
@@ -100,14 +100,9 @@ def _float_problems(name: str, tensor: TensorHeader, cast_to_float16: bool) -> I
             yield _problem("constant", name, f"{shape}, {found}", "trained values", consequence)
         elif value == bits.one and len(tensor.shape) == 1 and tensor.shape[0] > 1:
             consequence = "the norm is as it was initialised: trained without it, or lost in export"
-            yield Problem(
-                **{
-                    **_problem(
-                        "untrained-norm", name, f"{shape}, 1.0 everywhere", "trained values", consequence
-                    ).as_dict(),
-                    "severity": "warning",
-                }
-            )
+            found = f"{shape}, 1.0 everywhere"
+            problem = _problem("untrained-norm", name, found, "trained values", consequence)
+            yield replace(problem, severity="warning")
 
 
 def map_problems(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> Iterator[Problem]:
@@ -123,9 +118,11 @@ def map_problems(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> It
         return
     outside = int(((targets < 0) | (targets >= vocab_size)).sum())
     if not np.array_equal(targets, d2t) and _are_ids(d2t, marked, vocab_size, outside):
-        fix = "write d2t - arange(len(d2t))"
         consequence = f"{VLLM} adds the draft id once more: every token but the first is another one"
-        yield _problem("map-absolute", "d2t", "verifier ids", "offsets from draft id to verifier id", consequence, fix)
+        problem = _problem(
+            "map-absolute", "d2t", "verifier ids", "offsets from draft id to verifier id", consequence, ""
+        )
+        yield repairable(problem, Change("offsets", "d2t"))
         return
     if outside:
         consequence = f"{VLLM} writes logits out of bounds at the first draft step"

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.atomic_files import BLOCK, link_or_copy, write_json
-from eagle3.formats.checkpoint_files import INDEX, CheckpointTensors, read_checkpoint_tensors
+from eagle3.formats.checkpoint_files import INDEX, read_checkpoint_tensors
 from eagle3.formats.json_files import printable
-from eagle3.formats.safetensors_headers import FileHeader, write_header
+from eagle3.formats.safetensors_headers import FileHeader, TensorHeader, write_header
 from eagle3.problems import InvalidInput, Problem
 
 
-def copy_without(source: FileHeader, target: Path, dropped: frozenset[str]) -> None:
-    """Copy a safetensors file without the tensors in `dropped`; every other tensor keeps its bytes and its order."""
-    kept = [tensor for tensor in source.tensors if tensor.name not in dropped]
-    header = write_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in kept}, source.metadata)
-    with open(source.path, "rb") as reader, open(target, "wb") as writer:
+@dataclass(frozen=True)
+class NewTensor:
+    """What a tensor of a rewritten file becomes; `data` None: the bytes that it has."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | None = None
+
+
+def rewrite(source: FileHeader, target: Path, plan: Mapping[str, NewTensor | None], added: list[NewTensor]) -> None:
+    """Copy a safetensors file with some tensors changed: `plan` has them by their old name, None drops one.
+
+    `added` are put behind the others. Every tensor that is not in `plan` keeps its name and its bytes.
+    """
+    kept = [(old, plan.get(old.name, NewTensor(old.name, old.dtype, old.shape))) for old in source.tensors]
+    rows = [(old, new) for old, new in kept if new is not None] + [(None, new) for new in added]
+    header = write_header({new.name: (new.dtype, new.shape) for _, new in rows}, source.metadata)
+    with open(source.path, "rb") as reader, open(target, "xb") as writer:
         writer.write(header)
-        for tensor in kept:
-            reader.seek(tensor.begin)
-            left = tensor.end - tensor.begin
+        for old, new in rows:
+            if old is None or new.data is not None:
+                assert new.data is not None
+                writer.write(new.data)
+                continue
+            reader.seek(old.begin)
+            left = old.end - old.begin
             while left:
                 block = reader.read(min(left, BLOCK))
                 assert block, "the header was checked against the size of the file"
@@ -39,22 +59,24 @@ def link_checkpoint(source: Path, target: Path, dropped: frozenset[str] = frozen
     unchanged = []
     for file in checkpoint.files:
         if any(tensor.name in dropped for tensor in file.tensors):
-            copy_without(file, target / file.path.name, dropped)
+            rewrite(file, target / file.path.name, dict.fromkeys(dropped), [])
         else:
             link_or_copy(file.path, target / file.path.name)
             unchanged.append(file.path.name)
     if (source / INDEX).is_file() and len(unchanged) == len(checkpoint.files):
         shutil.copyfile(source / INDEX, target / INDEX)
     elif (source / INDEX).is_file():
-        _write_index(checkpoint, target, dropped)
+        kept = [tensor for name, tensor in sorted(checkpoint.tensors.items()) if name not in dropped]
+        write_index(target, kept)
     return unchanged
 
 
-def _write_index(checkpoint: CheckpointTensors, target: Path, dropped: frozenset[str]) -> None:
-    kept = [tensor for name, tensor in sorted(checkpoint.tensors.items()) if name not in dropped]
-    total = sum(tensor.end - tensor.begin for tensor in kept)
-    weight_map = {tensor.name: tensor.file.name for tensor in kept}
-    write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+def write_index(folder: Path, tensors: Iterable[TensorHeader]) -> None:
+    """The index of shards, made of the tensors that the files hold."""
+    every = list(tensors)
+    total = sum(tensor.end - tensor.begin for tensor in every)
+    weight_map = {tensor.name: tensor.file.name for tensor in every}
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _no_weights(folder: Path) -> Problem:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eagle3.formats.json_files import JsonFile, printable, read_json_object, spelled
 from eagle3.formats.safetensors_headers import FileHeader, TensorHeader, read_header
-from eagle3.problems import InvalidInput, Problem, has_errors, invalid
+from eagle3.problems import Change, InvalidInput, Problem, has_errors, invalid, repairable
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -106,15 +106,16 @@ def _index_problems(index: JsonFile, tensors: dict[str, TensorHeader]) -> Iterab
             )
     for name, tensor in tensors.items():
         if name not in weight_map:
-            yield Problem(
+            problem = Problem(
                 "index-mismatch",
                 printable(name),
                 f"in {printable(tensor.file.name)}, not in {INDEX}",
                 "every tensor in the index",
-                "export the checkpoint again, or delete the tensor",
+                "or delete the tensor",
                 "vLLM 0.32.0 loads it all the same; other readers do not",
                 "warning",
             )
+            yield repairable(problem, Change("index", INDEX))
 
 
 def epoch_folders(folder: Path, stage: str) -> list[Path]:

@@ -7,13 +7,13 @@ field names with them and are named and refused, because the rules of EAGLE-3 wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle3.formats.flat_config import DROPPED, HANDLED, KEPT
 from eagle3.formats.json_files import printable, spelled
 from eagle3.formats.safetensors_headers import TensorHeader
-from eagle3.problems import Problem
+from eagle3.problems import Change, Problem, repairable
 
 # vllm/model_executor/models/registry.py (0.32.0): class name in `architectures` -> the draft class that is built.
 ARCHITECTURES = {
@@ -197,12 +197,13 @@ def _nested_problems(config: dict[str, Any]) -> Iterator[Problem]:
     """vllm/transformers_utils/configs/speculators/base.py, validate_speculators_config; algos.py, update_eagle3."""
     kind = config.get("speculators_model_type")
     if kind != "eagle3":
-        yield _nested_problem(
-            "speculators_model_type", kind, '"eagle3"', "ValueError: not a supported speculators type"
-        )
+        consequence = "ValueError: not a supported speculators type"
+        problem = _nested_problem("speculators_model_type", kind, '"eagle3"', consequence)
+        yield repairable(replace(problem, fix=""), Change("write", "speculators_model_type", "eagle3"))
     if "model_type" in config:
         consequence = "the config counts as flat: architecture Eagle3DraftModel, which vLLM 0.32.0 has not"
-        yield _nested_problem("model_type", config["model_type"], "no such key at the top level", consequence)
+        problem = _nested_problem("model_type", config["model_type"], "no such key at the top level", consequence)
+        yield repairable(replace(problem, fix=""), Change("remove", "model_type"))
     spec = config.get("speculators_config")
     methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
     first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
@@ -226,7 +227,8 @@ def _layer_problems(layer: Any) -> Iterator[Problem]:
     if not isinstance(layer, dict):
         yield _nested_problem(where, layer, "the config of the draft's layers", "ValueError or AttributeError")
     elif "model_type" not in layer:
-        yield _nested_problem(f"{where}.model_type", None, "llama or qwen3", "taken as llama", "warning")
+        problem = _nested_problem(f"{where}.model_type", None, "llama or qwen3", "taken as llama", "warning")
+        yield repairable(replace(problem, fix=""), Change("write", f"{where}.model_type", "llama"))
     elif layer["model_type"] not in tuple(NESTED_LAYER_TYPES):
         consequence = "ValueError: unsupported model_type for an EAGLE-3 speculator"
         yield _nested_problem(f"{where}.model_type", layer["model_type"], '"llama" or "qwen3"', consequence)
