@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         judge.add_argument("path", type=Path, metavar="DIR", help="folder with config.json and *.safetensors")
         judge.add_argument("--verifier", type=Path, metavar="DIR|config.json", help="the model that the draft is for")
         judge.add_argument(
-            "--engine", choices=ENGINES, default="vllm", help="the server that will load it (vllm 0.32.0)"
+            "--engine", choices=ENGINES, default="vllm", help="the server that will load it: vllm 0.32.0, sglang 0.5.23"
         )
         judge.add_argument("--json", action="store_true", help="print one JSON object")
         judge.set_defaults(run=run)
@@ -99,7 +99,9 @@ def check(given: argparse.Namespace) -> int:
         why, given.no_values = "numpy is not installed; pip install 'eagle3-pipeline[values]'", True
 
     def judge(folder: Path, verifier: VerifierConfig | None) -> Verdict:
-        verdict, _ = check_checkpoint(folder, verifier, values=not given.no_values, verifier_folder=given.verifier)
+        verdict, _ = check_checkpoint(
+            folder, verifier, values=not given.no_values, verifier_folder=given.verifier, engine=given.engine
+        )
         if given.no_values:
             verdict.skip("values", why)
         return verdict
@@ -117,13 +119,16 @@ def check(given: argparse.Namespace) -> int:
 def validate_config(given: argparse.Namespace) -> int:
     from eagle3.checks.config_check import check_config
 
-    return _judge(given, lambda verifier: check_config(given.path, verifier))
+    return _judge(given, lambda verifier: check_config(given.path, verifier, given.engine))
 
 
 def simulate_load(given: argparse.Namespace) -> int:
     from eagle3.checks.checkpoint_check import check_checkpoint
 
-    return _judge(given, lambda verifier: check_checkpoint(given.path, verifier, config_rules=False)[0])
+    def judge(verifier: VerifierConfig | None) -> Verdict:
+        return check_checkpoint(given.path, verifier, config_rules=False, engine=given.engine)[0]
+
+    return _judge(given, judge)
 
 
 def flatten(given: argparse.Namespace) -> int:
@@ -172,8 +177,6 @@ def summary(given: argparse.Namespace) -> int:
 def _judge(given: argparse.Namespace, judge: Callable[[VerifierConfig | None], Verdict]) -> int:
     from eagle3.verifiers.verifier_config import read_verifier_config
 
-    if given.engine != "vllm":
-        return _wrong_call("--engine sglang: its table is not written yet; only vllm can be judged")
     for path in (given.path, given.verifier):
         if path is not None and not path.exists():
             return _wrong_call(f"{path}: no such file or folder")

@@ -20,6 +20,24 @@ from eagle3.problems import InvalidInput, Problem
 
 PARAMETER = "extract.aux_layer_ids"
 
+# sglang 0.5.23, set_eagle3_layers_to_capture in srt/models/*.py, by the class of the verifier. Every other class adds 1
+# to each id of the list in `eagle_config`. deepseek_v2.py (with its subclasses, and kimi_k25.py, which asks it) and
+# glm4_moe_lite.py add 1 only where the first id is 1; gpt_oss.py adds nothing where the last is the number of layers.
+SGLANG_AS_THEY_ARE = frozenset(
+    {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "MistralLarge3ForCausalLM",
+    }
+)
+SGLANG_GPT_OSS = "GptOssForCausalLM"
+# minimax_m3_vl.py adds 1 to its defaults too.
+SGLANG_LATE_DEFAULT = "MiniMaxM3SparseForConditionalGeneration"
+
 
 def aux_layer_id_problems(ids: Sequence[int], num_hidden_layers: int, where: str = PARAMETER) -> Iterator[Problem]:
     """What is wrong with aux layer ids (this project's numbering) of a verifier with `num_hidden_layers` layers.
@@ -97,6 +115,53 @@ def from_output_of(ids: Sequence[int]) -> list[int]:
     [2, 30, 58]
     """
     return [layer_id + 1 for layer_id in ids]
+
+
+def sglang_captures(listed: Sequence[int], architectures: Sequence[str], num_hidden_layers: int | None) -> list[int]:
+    """The states, in this project's ids, that SGLang 0.5.23 captures for the list in `eagle_config`.
+
+    `architectures` are the verifier's.
+
+    >>> sglang_captures([1, 29, 57], ["LlamaForCausalLM"], 61), sglang_captures([2, 30, 58], ["LlamaForCausalLM"], 61)
+    ([2, 30, 58], [3, 31, 59])
+    >>> sglang_captures([1, 29, 57], ["DeepseekV3ForCausalLM"], 61)
+    [2, 30, 58]
+    >>> sglang_captures([2, 30, 58], ["DeepseekV3ForCausalLM"], 61)
+    [2, 30, 58]
+    """
+    as_they_are = bool(SGLANG_AS_THEY_ARE & set(architectures)) and list(listed[:1]) != [1]
+    last = SGLANG_GPT_OSS in architectures and listed and max(listed) == num_hidden_layers
+    return list(listed) if as_they_are or last else from_output_of(listed)
+
+
+def sglang_list(ids: Sequence[int], architectures: Sequence[str], where: str = PARAMETER) -> list[int]:
+    """The list in `eagle_config` with which SGLang 0.5.23 captures `ids`; `InvalidInput` where no list does.
+
+    The inverse of `sglang_captures`.
+
+    >>> sglang_list([3, 30, 58], ["DeepseekV3ForCausalLM"]), sglang_list([3, 30, 58], ["LlamaForCausalLM"])
+    ([3, 30, 58], [2, 29, 57])
+    """
+    if not SGLANG_AS_THEY_ARE & set(architectures) or list(ids[:1]) == [2]:
+        return to_output_of(ids, where)
+    if list(ids[:1]) == [1]:
+        raise InvalidInput(
+            Problem(
+                "aux-layer-sglang",
+                where,
+                f"{list(ids)} of a {architectures[0]}",
+                "a first layer other than 1",
+                f"serve with vLLM, or train without id 1 in {where}",
+                "SGLang 0.5.23 adds 1 to a list that begins with 1, on this class of verifier alone",
+            )
+        )
+    return list(ids)
+
+
+def sglang_default(architectures: Sequence[str], num_hidden_layers: int) -> list[int]:
+    """What SGLang 0.5.23 captures where `eagle_config` has no list, unsorted and unchecked as the server leaves it."""
+    n, shift = num_hidden_layers, int(SGLANG_LATE_DEFAULT in architectures)
+    return [layer_id + shift for layer_id in (2, n // 2, n - 3)]
 
 
 def _default_ids(num_hidden_layers: int) -> list[int]:

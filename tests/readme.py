@@ -39,8 +39,8 @@ def _line(path, indent: int) -> str:
 
 
 def rules_table() -> str:
-    rows = [f"| {name} | {truth} | {source} |" for name, truth, source in rule_rows()]
-    return "\n".join(["| rule | what must hold | source |", "|---|---|---|", *rows])
+    rows = [f"| {name} | {server} | {truth} | {source} |" for name, server, truth, source in rule_rows()]
+    return "\n".join(["| rule | server | what must hold | source |", "|---|---|---|---|", *rows])
 
 
 def rerun_table() -> str:

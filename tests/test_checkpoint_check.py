@@ -71,12 +71,13 @@ TEXTS = st.sampled_from(
 VALUES = st.recursive(
     LEAVES | TEXTS, lambda each: st.lists(each, max_size=3) | st.dictionaries(KEYS, each, max_size=3), max_leaves=6
 )
+ENGINES = st.sampled_from(["vllm", "sglang"])
 CHANGES = st.dictionaries(KEYS, VALUES, max_size=4)
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.sampled_from([flatten(NESTED), NESTED, {}]), CHANGES, CHANGES, CHANGES)
-def test_any_config_gives_a_verdict(tmp_path_factory, base, changes, layer, verifier):
+@given(st.sampled_from([flatten(NESTED), NESTED, {}]), CHANGES, CHANGES, CHANGES, ENGINES)
+def test_any_config_gives_a_verdict(tmp_path_factory, base, changes, layer, verifier, engine):
     """With our tensors beside it: never another exception than InvalidInput, and output that a terminal can print."""
     folder = tmp_path_factory.mktemp("any")
     config = {**base, **changes}
@@ -88,7 +89,7 @@ def test_any_config_gives_a_verdict(tmp_path_factory, base, changes, layer, veri
         judge = parse_verifier_config({**VERIFIER, **verifier})
     except InvalidInput:
         judge = None
-    verdict, _ = check_checkpoint(folder, judge)
+    verdict, _ = check_checkpoint(folder, judge, engine=engine)
     text = json.dumps(verdict.as_dict(), ensure_ascii=False)
     assert "\x1b" not in text
     text.encode()
@@ -116,12 +117,13 @@ NAMES = st.sampled_from(["", *FROZEN, *TRAINED, *ODD_NAMES])
 @given(
     st.dictionaries(NAMES, st.tuples(st.sampled_from(["BF16", "F32", "I64", "BOOL", "F8_E4M3"]), SHAPES), max_size=6),
     st.sampled_from([flatten(NESTED), NESTED]),
+    ENGINES,
 )
-def test_any_header_gives_a_verdict(tmp_path_factory, changes, config):
+def test_any_header_gives_a_verdict(tmp_path_factory, changes, config, engine):
     folder = tmp_path_factory.mktemp("any")
     (folder / "config.json").write_text(json.dumps(config))
     write_tensors(folder / "model.safetensors", FROZEN | TRAINED | changes)
-    verdict, _ = check_checkpoint(folder, JUDGE)
+    verdict, _ = check_checkpoint(folder, JUDGE, engine=engine)
     assert verdict.verdict in ("ok", "warning", "error")
 
 
@@ -145,8 +147,8 @@ def test_a_tensor_without_elements_gives_a_verdict(flat, name, shape):
 
 def test_every_rule_has_a_truth_and_a_source():
     rows = rule_rows()
-    assert len({name for name, _, _ in rows}) == len(rows) > 30
-    for name, truth, source in rows:
+    assert len({name for name, _, _, _ in rows}) == len(rows) > 30
+    for name, _, truth, source in rows:
         assert truth.endswith("."), name
         assert len(source) > 10, name
 

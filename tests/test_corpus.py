@@ -24,10 +24,11 @@ def checkpoint(case: Path, folder: Path) -> list[str]:
     write_sparse_tensors(
         folder / "model.safetensors", {name: (dtype, tuple(shape)) for name, (dtype, shape) in weights.items()}
     )
-    own = case / "verifier.json"
+    own, engine = case / "verifier.json", case / "engine"
     return [
         "check",
         "--no-values",
+        *(["--engine", engine.read_text().strip()] if engine.exists() else []),
         str(folder),
         "--verifier",
         str(own if own.exists() else case.parent / "verifier.json"),

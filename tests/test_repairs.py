@@ -27,8 +27,8 @@ def errors(problems) -> set[tuple[str, str]]:
     return {(each.code, each.where) for each in problems if each.severity == "error"}
 
 
-def repaired(folder: Path, out: Path, verifier=JUDGE, values=False):
-    return write_repaired(folder, out, lambda each: check_checkpoint(each, verifier, values=values)[0])
+def repaired(folder: Path, out: Path, verifier=JUDGE, values=False, engine="vllm"):
+    return write_repaired(folder, out, lambda each: check_checkpoint(each, verifier, values=values, engine=engine)[0])
 
 
 # Every problem that is an error has one right value.
@@ -41,7 +41,11 @@ REPAIRED = [
     "layer_prefix_misspelled", "map_beside_equal_vocabularies", "map_of_floats", "map_of_two_dimensions",
     "mla_as_deepseek_v3", "mla_as_kimi_k2", "mla_as_llama", "model_type_absent", "names_with_model",
     "names_with_module", "narrow_draft_without_target_width", "nested_and_flat_mixed", "nested_of_another_type",
-    "null_for_a_flag", "optimizer_state", "positions_absent_nested", "qk_norms_under_llama", "target_width_null",
+    "null_for_a_flag", "optimizer_state", "sglang_aux_states_switched_off", "sglang_class_of_the_verifier",
+    "sglang_draft_vocabulary_absent", "sglang_ids_at_the_top_level_alone", "sglang_ids_in_vllms_numbering",
+    "sglang_ids_of_a_deepseek_verifier", "sglang_input_norm_without_its_flag", "sglang_layer_prefix_misspelled",
+    "sglang_null_beside_a_head", "sglang_positions_too_few", "sglang_tied_embeddings",
+    "sglang_gate_smaller_than_the_config", "positions_absent_nested", "qk_norms_under_llama", "target_width_null",
     "text_for_a_float", "text_for_a_size", "text_for_the_classes", "unknown_model_type",
 ]  # fmt: skip
 
@@ -51,22 +55,24 @@ def test_what_is_certain_is_gone_from_the_copy_and_nothing_new_comes(case, tmp_p
     """And a repair is whole: a second one finds nothing more to do."""
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
-    verifier = read_verifier_config(Path(checkpoint(case, source)[-1]))
-    before, _ = check_checkpoint(source, verifier)
+    arguments = checkpoint(case, source)
+    verifier = read_verifier_config(Path(arguments[-1]))
+    engine = arguments[arguments.index("--engine") + 1] if "--engine" in arguments else "vllm"
+    before, _ = check_checkpoint(source, verifier, engine=engine)
     content = {path.name: path.read_bytes() for path in source.iterdir()}
     if case.name == "size_written_twice":
         with pytest.raises(InvalidInput, match="repeated-key"):
             repaired(source, out, verifier)
         assert os.listdir(tmp_path) == ["source"]
         return
-    repairs = repaired(source, out, verifier)
+    repairs = repaired(source, out, verifier, engine=engine)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == content, "the original is not touched"
     assert sorted(os.listdir(tmp_path)) == (["out", "source"] if repairs.changed else ["source"])
     left = errors(repairs.verdict.problems)
     assert left <= errors(before.problems)
     assert (left == set()) == (case.name in REPAIRED or case in GOOD)
     if repairs.changed:
-        assert repaired(out, tmp_path / "again", verifier).changed == []
+        assert repaired(out, tmp_path / "again", verifier, engine=engine).changed == []
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import TypeGuard
 
 from eagle3.checks.config_rules import FOREIGN_IDS, VLLM, Given, Rule
 from eagle3.formats.json_files import spelled
+from eagle3.layer_ids import sglang_captures
 from eagle3.problems import Fix, Problem
 
 TOP = "eagle_aux_hidden_state_layer_ids"
@@ -30,20 +31,27 @@ def default_ids(num_layers: int) -> tuple[int, int, int]:
 def ids_are_in_one_numbering(given: Given) -> Iterator[Problem]:
     """Both lists of layer ids mean the same states: `eagle_config` holds the top-level ids less one.
 
-    Source: see the module; sglang 0.5.23, models/llama.py (set_eagle3_layers_to_capture).
+    On verifiers of the DeepSeek type SGLang may take the list as it is. Source: see the module; sglang 0.5.23,
+    models/llama.py and deepseek_v2.py (set_eagle3_layers_to_capture).
     """
     top, inner = given.config.ids, given.config.nested_ids
     if not top or not inner:
         return
+    classes = given.verifier.architectures if given.verifier else ()
+    captured = sglang_captures(inner, classes, given.verifier.num_hidden_layers if given.verifier else None)
     shifted = tuple(each - 1 for each in top)
+    if captured == list(top):
+        return
     if len(top) != len(inner) or inner not in (top, shifted):
-        consequence = f"{VLLM} captures {list(top)}, SGLang {[each + 1 for each in inner]}"
+        consequence = f"{VLLM} captures {list(top)}, SGLang {captured}"
         fix = f"write {INNER}: {list(shifted)}"
         yield given.problem("aux-ids", INNER, list(inner), spelled(list(shifted)), fix, consequence)
-    elif inner == top:
-        consequence = f"{VLLM} uses the top level; SGLang adds 1 and captures {[each + 1 for each in inner]}"
-        fix = f"for SGLang write {list(shifted)} inside eagle_config"
-        yield given.warning("aux-ids", INNER, list(inner), spelled(list(shifted)), fix, consequence)
+    else:
+        added = "adds 1 and captures" if inner == top else "captures"
+        consequence = f"{VLLM} uses the top level; SGLang {added} {captured}"
+        right = list(shifted) if inner == top else list(top)
+        fix = f"for SGLang write {right} inside eagle_config"
+        yield given.warning("aux-ids", INNER, list(inner), spelled(right), fix, consequence)
 
 
 def ids_stand_at_the_top_level(given: Given) -> Iterator[Problem]:

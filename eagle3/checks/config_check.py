@@ -13,6 +13,9 @@ from typing import Any
 from eagle3.checks.aux_id_rules import AUX_ID_RULES
 from eagle3.checks.config_rules import CONFIG_RULES, Given, Rule
 from eagle3.checks.draft_config import SCHEMA, DraftConfig, parse_draft_config, type_problems
+from eagle3.checks.servers import SERVERS
+from eagle3.checks.sglang_rules import SGLANG_CONFIG_RULES, SGLANG_NESTED_RULES
+from eagle3.checks.sglang_tensors import as_sglang_reads
 from eagle3.checks.size_rules import SIZE_RULES
 from eagle3.formats.config_formats import recognise
 from eagle3.formats.json_files import JsonFile, printable, read_json_object, spelled
@@ -20,7 +23,7 @@ from eagle3.formats.safetensors_headers import TensorHeader
 from eagle3.problems import Change, Problem, has_errors, repairable, sorted_problems
 from eagle3.verifiers.verifier_config import VerifierConfig
 
-RULES: tuple[Rule, ...] = (*CONFIG_RULES, *SIZE_RULES, *AUX_ID_RULES)
+VLLM_RULES: tuple[Rule, ...] = (*CONFIG_RULES, *SIZE_RULES, *AUX_ID_RULES)
 MANY = 40
 # A repetition of these with two values changes nothing that a server computes.
 WITHOUT_WEIGHT = {"dtype", "torch_dtype", "use_cache", "initializer_range", "tie_word_embeddings"}
@@ -81,14 +84,14 @@ class Epochs:
         return {"epochs": epochs, "errors": self.num("error"), "warnings": self.num("warning")}
 
 
-def check_config(path: Path, verifier: VerifierConfig | None) -> Verdict:
-    """The rules that need no tensors, over a config.json or the folder that holds one."""
+def check_config(path: Path, verifier: VerifierConfig | None, engine: str = "vllm") -> Verdict:
+    """The rules that need no tensors, over a config.json or the folder that holds one; `engine`: a key of SERVERS."""
     file = path / "config.json" if path.is_dir() else path
     verdict = Verdict()
     config = judged_config(read_json_object(file), {}, verifier, verdict)
     verdict.skip("tensors", "only the config was asked for")
     if config:
-        apply_rules(RULES, Given(config, {}, verifier), verdict, "config")
+        apply_config_rules(as_given(config, {}, verifier, engine), engine, verdict)
     return verdict
 
 
@@ -108,6 +111,23 @@ def judged_config(
     verdict.problems += problems
     verdict.checked.append("types")
     return None if raw is None else parse_draft_config(raw, recognised.variant, recognised.nested)
+
+
+def as_given(
+    config: DraftConfig, tensors: Mapping[str, TensorHeader], verifier: VerifierConfig | None, engine: str
+) -> Given:
+    """What the rules look at: the config as that server's classes resolve it."""
+    return Given(as_sglang_reads(config) if engine == "sglang" else config, tensors, verifier, SERVERS[engine])
+
+
+def apply_config_rules(given: Given, engine: str, verdict: Verdict) -> None:
+    if engine == "vllm":
+        apply_rules(VLLM_RULES, given, verdict, "config")
+    elif given.config.nested:
+        apply_rules(SGLANG_NESTED_RULES, given, verdict, "config format")
+        verdict.skip("the other rules of the config", "SGLang does not read this format; export the draft first")
+    else:
+        apply_rules(SGLANG_CONFIG_RULES, given, verdict, "config")
 
 
 def apply_rules(rules: tuple[Rule, ...], given: Given, verdict: Verdict, name: str) -> None:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle3.checks.draft_config import SCHEMA, WITHOUT_EFFECT, DraftConfig, place
+from eagle3.checks.servers import SERVERS, Server
 from eagle3.formats.config_formats import ARCHITECTURES, unknown_keys
 from eagle3.formats.json_files import printable, spelled
 from eagle3.formats.safetensors_headers import TensorHeader
 from eagle3.problems import Change, Fix, Problem, changes_of, told
 from eagle3.verifiers.verifier_config import VerifierConfig
 
-VLLM = "vLLM 0.32.0"
+VLLM = SERVERS["vllm"].name
 # The variant's class and type as every trainer writes them; vLLM knows more spellings of the class.
 ARCHITECTURE_OF = {
     "llama": "LlamaForCausalLMEagle3",
@@ -45,6 +46,7 @@ class Given:
     config: DraftConfig
     tensors: Mapping[str, TensorHeader]
     verifier: VerifierConfig | None
+    server: Server = SERVERS["vllm"]
 
     def place(self, key: str) -> str:
         """Where a field stands in the file."""
@@ -141,7 +143,7 @@ def heads_divide(given: Given) -> Iterator[Problem]:
         expected = f"a divisor of hidden_size {config.hidden_size}"
         yield given.problem("heads", "num_attention_heads", heads, expected, "correct the sizes", consequence)
     if heads % kv_heads:
-        consequence = f"{VLLM} groups query heads by kv heads and fails or mixes them up"
+        consequence = f"{given.server.name} groups query heads by kv heads and fails or mixes them up"
         expected = f"a divisor of num_attention_heads {heads}"
         yield given.problem("heads", "num_key_value_heads", kv_heads, expected, "correct the sizes", consequence)
     if config.head_dim % 2 and config.variant != "mla":
@@ -156,7 +158,7 @@ def activation_is_silu(given: Given) -> Iterator[Problem]:
     """
     found = given.config.raw.get("hidden_act", "silu")
     if found != "silu":
-        consequence = f"{VLLM} refuses: unsupported activation, only silu"
+        consequence = f"{given.server.name} refuses: unsupported activation, only silu"
         fix = 'train with silu: hidden_act: "silu" is right only if the draft was trained so'
         yield given.problem("activation", "hidden_act", found, '"silu"', fix, consequence)
 
@@ -167,7 +169,7 @@ def epsilon_is_given(given: Given) -> Iterator[Problem]:
     Source: transformers 5.19.0, LlamaConfig.rms_norm_eps = 1e-6.
     """
     if "rms_norm_eps" in given.config.absent:
-        consequence = f"{VLLM} takes 1e-06, whatever the draft was trained with"
+        consequence = f"{given.server.name} takes 1e-06, whatever the draft was trained with"
         yield given.problem("epsilon", "rms_norm_eps", None, "the value of the training", "write it", consequence)
 
 
@@ -198,17 +200,17 @@ def norms_agree(given: Given) -> Iterator[Problem]:
     config, raw = given.config, given.config.raw
     inner = raw.get("eagle_config", {}).get("norm_before_fc")
     if inner is not None and raw.get("norm_before_fc") not in (None, inner):
-        consequence = f"{VLLM} takes the value in eagle_config"
+        consequence = f"{given.server.name} takes the value in eagle_config"
         fix: Fix = "write the same value twice, or once"
         if given.tensors:
             right = "input_norm.weight" in given.tensors
             fix = tuple(given.write(place, right) for place in ("eagle_config.norm_before_fc", "norm_before_fc"))
         yield given.problem("norm-flag", "norm_before_fc", raw["norm_before_fc"], spelled(inner), fix, consequence)
     if config.norm_before_fc and config.fc_norm:
-        consequence = f"{VLLM} applies both norms one after the other; speculators 0.9.0 refuses the pair"
+        consequence = f"{given.server.name} applies both norms one after the other; speculators 0.9.0 refuses the pair"
         yield given.problem("norm-flag", "fc_norm", True, "false beside norm_before_fc", "keep one", consequence)
     if config.variant == "mla" and (raw.get("norm_before_fc") or inner):
-        consequence = f"{VLLM}'s MLA draft has no such norm: the flag is ignored"
+        consequence = f"{given.server.name}'s MLA draft has no such norm: the flag is ignored"
         yield given.problem("norm-flag", "norm_before_fc", True, "false", "train without it", consequence)
 
 
@@ -254,13 +256,14 @@ def keys_are_known(given: Given) -> Iterator[Problem]:
 
     Source: the schema of eagle3/checks/draft_config.py, and the keys of public checkpoints.
     """
-    known = set(SCHEMA) | WITHOUT_EFFECT
-    for problem in unknown_keys(set(given.config.raw) - known - FOREIGN_IDS, known):
+    known = set(SCHEMA) | WITHOUT_EFFECT | given.server.own_keys
+    for problem in unknown_keys(set(given.config.raw) - known - FOREIGN_IDS, known, given.server.name):
         yield replace(problem, where=given.place(problem.where))
     eagle = {"eagle_aux_hidden_state_layer_ids", "norm_before_fc", "use_aux_hidden_state"}
+    inner = set(given.config.raw.get("eagle_config", {}))
     yield from (
         replace(problem, where=given.place(f"eagle_config.{problem.where}"))
-        for problem in unknown_keys(set(given.config.raw.get("eagle_config", {})) - eagle - MODELOPT, eagle)
+        for problem in unknown_keys(inner - eagle - MODELOPT, eagle, given.server.name)
     )
 
 

@@ -126,6 +126,8 @@ WITHOUT_EFFECT = {
 class DraftConfig:
     """What vLLM 0.32.0 builds. `absent` names the fields that a default fills; `raw` is the flat config, coerced.
 
+    nulls: the fields written as null, which are among `absent` too; `raw` has none of them.
+
     num_aux: capture layers that fc is built for. qkv_bias, o_bias: as the class resolves them. ids: the top-level list
     (input-of numbering); nested_ids: the one in `eagle_config`.
     """
@@ -154,6 +156,7 @@ class DraftConfig:
     nested_ids: tuple[int, ...]
     dtype: str | None
     quantized: bool
+    nulls: frozenset[str] = frozenset()
 
 
 def place(key: str, nested: bool) -> str:
@@ -251,6 +254,7 @@ def parse_draft_config(raw: dict[str, Any], variant: str, nested: bool) -> Draft
         nested_ids=tuple(eagle.get("eagle_aux_hidden_state_layer_ids") or ()),
         dtype=given.get("dtype") or given.get("torch_dtype"),
         quantized=bool(given.get("quantization_config")),
+        nulls=frozenset(raw) - set(given),
     )
 
 

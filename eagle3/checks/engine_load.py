@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from eagle3.checks.expected_tensors import SHARED, UNINITIALISED, ZERO, Parameter, Part
+from eagle3.checks.expected_tensors import SHARED, UNINITIALISED, UNUSED, ZERO, Parameter, Part
 from eagle3.checks.simulated_load import CUT, FILLED, FUSED, LOADED, PARTLY, SimulatedLoad
 from eagle3.problems import Problem
 
@@ -141,7 +141,7 @@ def witness_problems(real: EngineLoad, simulated: SimulatedLoad) -> Iterator[Pro
 
 def _as_seen(state: str) -> str:
     """Nothing was written into a parameter that the server shares, zeroes or forgets."""
-    return UNSET if state in (SHARED, ZERO, UNINITIALISED) else state
+    return UNSET if state in (SHARED, ZERO, UNINITIALISED, UNUSED) else state
 
 
 def _whole_shape(parameter: Parameter) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ VOCABULARY = "vocabulary"  # rows exact, columns broadcast from 1
 UNINITIALISED = "uninitialised"
 SHARED = "shared"
 ZERO = "zero"
+UNUSED = "unused"  # the class has it and never computes with it
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _layer(config: DraftConfig, index: int) -> Iterator[Parameter]:
     width = 2 * hidden if index == 0 else hidden
     q_rows, kv_rows = config.num_attention_heads * head, config.num_key_value_heads * head
     place = f"layers.{index}"
-    yield from _norms(place, hidden)
+    yield from _norms(place, hidden, index)
     qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
     yield _fused(f"{place}.self_attn", "qkv_proj", "weight", {name: (rows, width) for name, rows in qkv.items()})
     if config.qkv_bias:
@@ -99,7 +100,7 @@ def _mla_layer(config: DraftConfig, index: int) -> Iterator[Parameter]:
     width = 2 * hidden if index == 0 else hidden
     place = f"layers.{index}"
     attn = f"{place}.self_attn"
-    yield from _norms(place, hidden)
+    yield from _norms(place, hidden, index)
     kv_a = (kv_rank + rope, width)
     if q_rank:
         yield _fused(attn, "fused_qkv_a_proj", "weight", {"q_a_proj": (q_rank, width), "kv_a_proj_with_mqa": kv_a})
@@ -114,8 +115,10 @@ def _mla_layer(config: DraftConfig, index: int) -> Iterator[Parameter]:
     yield from _mlp(config, place)
 
 
-def _norms(place: str, hidden: int) -> Iterator[Parameter]:
-    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+def _norms(place: str, hidden: int, index: int) -> Iterator[Parameter]:
+    """Every layer has the three; the forward of a later layer leaves hidden_norm out, and speculators writes none."""
+    yield _one("model", f"{place}.hidden_norm.weight", (hidden,), absent=UNUSED if index else UNINITIALISED)
+    for name in ("input_layernorm", "post_attention_layernorm"):
         yield _one("model", f"{place}.{name}.weight", (hidden,))
 
 

@@ -8,28 +8,31 @@ from math import prod
 
 from eagle3.checks.draft_config import DraftConfig
 from eagle3.checks.expected_tensors import SHARED, ZERO
+from eagle3.checks.servers import SERVERS, Server
 from eagle3.checks.simulated_load import CUT, DROPPED_SILENTLY, REFUSED, SimulatedLoad, TensorFate, unfilled
 from eagle3.formats.config_formats import canonical
 from eagle3.formats.json_files import printable
 from eagle3.problems import Change, Problem, repairable
 
-VLLM = "vLLM 0.32.0"
 PREFIXES = ("module.", "model.", "draft_model.", "_orig_mod.", "draft.", "eagle.")
 FEW = 4
 TRAINER = ("optimizer.", "scheduler.", "ema.", "verifier_lm_head", "verifier_norm")
 
 
-def load_problems(load: SimulatedLoad, config: DraftConfig, verifier_vocab_size: int) -> Iterator[Problem]:
+def load_problems(
+    load: SimulatedLoad, config: DraftConfig, verifier_vocab_size: int, server: Server = SERVERS["vllm"]
+) -> Iterator[Problem]:
     for fate in load.tensors:
-        yield from _tensor_problems(fate)
-    yield from _unknown_tensors(load, config, verifier_vocab_size)
-    yield from _twice(load)
-    yield from _unset_problems(load)
+        yield from _tensor_problems(fate, server)
+    yield from _unknown_tensors(load, config, verifier_vocab_size, server)
+    yield from _twice(load, server)
+    yield from _unset_problems(load, server)
     for state in load.parameters:
         if state.state == SHARED and state.parameter.name.startswith("lm_head"):
-            yield _borrowed_head(config, verifier_vocab_size)
+            yield _borrowed_head(config, verifier_vocab_size, server)
         elif state.state == ZERO:
-            yield _no_map(config, verifier_vocab_size, any(fate.tensor.name == "t2d" for fate in load.tensors))
+            has_mask = any(fate.tensor.name == "t2d" for fate in load.tensors)
+            yield _no_map(config, verifier_vocab_size, has_mask, server)
 
 
 def common_prefix(names: list[str]) -> str:
@@ -44,48 +47,52 @@ def common_prefix(names: list[str]) -> str:
     return ""
 
 
-def prefix_problem(prefix: str) -> Problem:
+def prefix_problem(prefix: str, server: Server) -> Problem:
+    refusal = f"ValueError, there is no module or parameter named model.{prefix.rstrip('.')}"
+    consequence = f"refuses: {refusal}" if server.unknown == "refuses" else f"{server.unknown} every tensor"
     problem = Problem(
         "name-prefix",
         f"{prefix}*",
         "the prefix of a trainer or wrapper before the tensor names",
         "the names without it",
         "the rest was judged as if that were done",
-        f"{VLLM} refuses: ValueError, there is no module or parameter named model.{prefix.rstrip('.')}",
+        f"{server.name} {consequence}",
     )
     return repairable(problem, Change("strip", prefix))
 
 
-def _tensor_problems(fate: TensorFate) -> Iterator[Problem]:
+def _tensor_problems(fate: TensorFate, server: Server) -> Iterator[Problem]:
     name, shape = printable(fate.tensor.name), str(list(fate.tensor.shape))
     expected = str(list(fate.expected))
     if fate.fate == CUT:
         fix = "correct the config's sizes, or export again"
-        yield Problem("tensor-cut", name, shape, expected, fix, f"{VLLM} {fate.why}")
-    elif fate.fate == DROPPED_SILENTLY:
+        yield Problem("tensor-cut", name, shape, expected, fix, f"{server.name} {fate.why}")
+    elif fate.fate == DROPPED_SILENTLY and not fate.unknown:
         fix = "set the flag that the tensor belongs to, or train without it"
-        yield Problem("tensor-dropped", name, shape, "a tensor that the server uses", fix, f"{VLLM}: {fate.why}")
-    elif fate.fate == REFUSED and fate.expected:
+        yield Problem("tensor-dropped", name, shape, "a tensor that the server uses", fix, f"{server.name}: {fate.why}")
+    elif fate.fate == REFUSED and not fate.unknown:
         fix = "correct the config's sizes, or export again"
-        problem = Problem("tensor-shape", name, shape, expected, fix, f"{VLLM} refuses: {fate.why}")
+        problem = Problem("tensor-shape", name, shape, expected, fix, f"{server.name} refuses: {fate.why}")
         flat = name == "d2t" and len(fate.tensor.shape) > 1 and prod(fate.tensor.shape) == prod(fate.expected)
         yield repairable(replace(problem, fix=""), Change("one dimension", "d2t")) if flat else problem
 
 
-def _unknown_tensors(load: SimulatedLoad, config: DraftConfig, verifier_vocab_size: int) -> Iterator[Problem]:
+def _unknown_tensors(
+    load: SimulatedLoad, config: DraftConfig, verifier_vocab_size: int, server: Server
+) -> Iterator[Problem]:
     """One problem a tensor that the class does not have; one for all where many share the first word of their name."""
     heads = {fate.tensor.shape[:1] for fate in load.tensors if canonical(fate.tensor.name) == "lm_head.weight"}
     full = config.draft_vocab_size == verifier_vocab_size and not heads - {(verifier_vocab_size,)}
     groups: dict[str, list[TensorFate]] = {}
     for fate in load.tensors:
-        if fate.fate == REFUSED and not fate.expected:
+        if fate.unknown:
             groups.setdefault(fate.tensor.name.partition(".")[0], []).append(fate)
     for word, fates in groups.items():
         if len(fates) <= FEW or word == "layers":
             for fate in fates:
-                yield _unknown_tensor(fate.tensor.name, str(list(fate.tensor.shape)), full)
+                yield _unknown_tensor(fate, full, server)
             continue
-        first = _unknown_tensor(fates[0].tensor.name, "", full)
+        first = _unknown_tensor(fates[0], full, server)
         found = f"{len(fates)} tensors, {first.where} and others"
         first = replace(first, where=f"{printable(word)}.*", found=found)
         if _is_layer_0(load, word, fates):
@@ -102,9 +109,11 @@ def _is_layer_0(load: SimulatedLoad, word: str, fates: list[TensorFate]) -> bool
     return word.isprintable() and word.isascii() and all(parts.get(name) == shape for name, shape in rest.items())
 
 
-def _unknown_tensor(name: str, shape: str, full_vocabulary: bool) -> Problem:
+def _unknown_tensor(fate: TensorFate, full_vocabulary: bool, server: Server) -> Problem:
     """full_vocabulary: config and head say that draft and verifier share one vocabulary."""
-    consequence = f"{VLLM} refuses: ValueError, there is no module or parameter of that name"
+    name, shape = fate.tensor.name, str(list(fate.tensor.shape))
+    refuses = server.unknown == "refuses"
+    consequence = f"{server.name} {f'refuses: {fate.why}' if refuses else f'{server.unknown}: {fate.why}'}"
     fix = "remove it, or rename it to what the server calls it"
     changes: tuple[Change, ...] = ()
     if name == "d2t" and not full_vocabulary:
@@ -115,19 +124,21 @@ def _unknown_tensor(name: str, shape: str, full_vocabulary: bool) -> Problem:
         fix = "write the quantization_config that the tensors were packed with, or dequantise"
     elif name.startswith(TRAINER):
         fix, changes = "the trainer's state, no part of the draft", (Change("drop", name),)
-    elif "q_norm" in name or "k_norm" in name:
+    elif ("q_norm" in name or "k_norm" in name) and refuses:
         fix = 'write architectures: ["Eagle3Qwen3ForCausalLM"] and model_type: "qwen3", if these norms were trained'
+    elif name.endswith(".bias"):
+        fix = "train without this bias, or serve with a server that has it"
     problem = Problem("unknown-tensor", printable(name), shape, "a tensor that the class has", fix, consequence)
     return repairable(problem, *changes) if changes and name == printable(name) else problem
 
 
-def _twice(load: SimulatedLoad) -> Iterator[Problem]:
+def _twice(load: SimulatedLoad, server: Server) -> Iterator[Problem]:
     """`midlayer.x` beside `layers.0.x`: both go into the same place."""
     seen: dict[str, str] = {}
     for fate in load.tensors:
         key = canonical(fate.tensor.name)
         if key in seen:
-            consequence = f"{VLLM} loads both, and the one that it reads last stays"
+            consequence = f"{server.name} loads both, and the one that it reads last stays"
             where = printable(fate.tensor.name)
             yield Problem(
                 "tensor-twice", where, f"beside {printable(seen[key])}", "one of them", "remove one", consequence
@@ -135,7 +146,7 @@ def _twice(load: SimulatedLoad) -> Iterator[Problem]:
         seen.setdefault(key, fate.tensor.name)
 
 
-def _unset_problems(load: SimulatedLoad) -> Iterator[Problem]:
+def _unset_problems(load: SimulatedLoad, server: Server) -> Iterator[Problem]:
     """One problem a missing tensor; one for all layers that have no tensor. A refused tensor was reported as such."""
     refused = {canonical(fate.tensor.name) for fate in load.tensors if fate.fate == REFUSED}
     missing = [(state, part) for state in unfilled(load) for part in state.missing if part.name not in refused]
@@ -144,12 +155,12 @@ def _unset_problems(load: SimulatedLoad) -> Iterator[Problem]:
     if empty:
         where = f"layers.{empty[0]}.*" if len(empty) == 1 else f"layers.{empty[0]}.* to layers.{empty[-1]}.*"
         count = sum(_layer(part.name) in empty for _, part in missing)
-        consequence = f"{VLLM} loads without a word: {len(empty)} layers keep what memory held"
+        consequence = f"{server.name} loads without a word: {len(empty)} layers keep {server.unset}"
         fix = "export them, or correct num_hidden_layers"
         yield Problem("tensor-missing", where, "absent", f"{count} tensors", fix, consequence)
     for state, part in missing:
         if _layer(part.name) not in empty:
-            consequence = f"{VLLM} loads without a word: {state.parameter.name} keeps what memory held"
+            consequence = f"{server.name} loads without a word: {state.parameter.name} keeps {server.unset}"
             yield Problem("tensor-missing", part.name, "absent", str(list(part.shape)), "export it", consequence)
 
 
@@ -161,27 +172,29 @@ def _layer(name: str) -> int:
     )
 
 
-def _borrowed_head(config: DraftConfig, verifier_vocab_size: int) -> Problem:
+def _borrowed_head(config: DraftConfig, verifier_vocab_size: int, server: Server) -> Problem:
     expected = str([config.draft_vocab_size, config.hidden_size])
     if config.draft_vocab_size != verifier_vocab_size:
         consequence = (
-            f"{VLLM} loads without a word: the verifier's head, {verifier_vocab_size} wide, under a map of "
+            f"{server.name} loads without a word: the verifier's head, {verifier_vocab_size} wide, under a map of "
             f"{config.draft_vocab_size}"
         )
         return Problem("tensor-missing", "lm_head.weight", "absent", expected, "export the draft's head", consequence)
-    consequence = f"{VLLM} borrows the verifier's head; SGLang does so only with draft_vocab_size: null, else random"
+    consequence = f"{server.name} borrows the verifier's head"
+    if server is SERVERS["vllm"]:
+        consequence += "; SGLang does so only with draft_vocab_size: null, else random"
     fix = "nothing, if the draft was trained against the verifier's head; else export its own"
     return Problem("borrowed-head", "lm_head.weight", "absent", expected, fix, consequence, "warning")
 
 
-def _no_map(config: DraftConfig, verifier_vocab_size: int, has_mask: bool) -> Problem:
+def _no_map(config: DraftConfig, verifier_vocab_size: int, has_mask: bool, server: Server) -> Problem:
     problem = Problem(
         "tensor-missing",
         "d2t",
         "absent",
         f"int64 [{config.draft_vocab_size}], offsets from draft id to verifier id",
         "export d2t",
-        f"{VLLM} loads without a word: row i of the head means token i of {verifier_vocab_size}",
+        f"{server.name} loads without a word: row i of the head means token i of {verifier_vocab_size}",
     )
     remark = f"if it marks {config.draft_vocab_size} tokens; trainers cut the head by it"
     return repairable(replace(problem, fix=remark), Change("from mask", "d2t")) if has_mask else problem

@@ -50,13 +50,17 @@ ROTARY = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cach
 
 @dataclass(frozen=True)
 class TensorFate:
-    """What becomes of one checkpoint tensor: `fate` is one of the words above, `why` the server's reason."""
+    """What becomes of one checkpoint tensor: `fate` is one of the words above, `why` the server's reason.
+
+    unknown: the class has no parameter of that name.
+    """
 
     tensor: TensorHeader
     fate: str
     parameter: str = ""
     expected: tuple[int, ...] = ()
     why: str = ""
+    unknown: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class _Table:
             module = module.replace(part, whole, 1) if module.endswith(part) else module
         if last == "bias" and module in self.modules:
             return TensorFate(tensor, DROPPED_SILENTLY, why="AutoWeightsLoader skips every .bias that the class lacks")
-        return TensorFate(tensor, REFUSED, why="ValueError: there is no module or parameter of that name")
+        return TensorFate(tensor, REFUSED, why="ValueError, there is no module or parameter of that name", unknown=True)
 
 
 def _into_part(tensor: TensorHeader, parameter: Parameter, part: Part) -> TensorFate:

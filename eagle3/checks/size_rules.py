@@ -31,9 +31,9 @@ def sizes_are_given(given: Given) -> Iterator[Problem]:
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if key in given.config.absent:
             default = getattr(given.config, key)
-            yield given.problem("size", key, None, "a size", f"write {key}", f"{VLLM} takes {default}")
+            yield given.problem("size", key, None, "a size", f"write {key}", f"{given.server.name} takes {default}")
     if "head_dim" in given.config.absent and not given.tensors and given.config.variant != "mla":
-        consequence = f"{VLLM} takes {given.config.head_dim}, and no tensors were given to compare with"
+        consequence = f"{given.server.name} takes {given.config.head_dim}, and no tensors were given to compare with"
         yield given.warning("size", "head_dim", None, "a size", "write head_dim", consequence)
 
 
@@ -83,9 +83,8 @@ def target_width_is_the_verifiers(given: Given) -> Iterator[Problem]:
         return
     given_key = "target_hidden_size" if "target_hidden_size" not in config.absent else "hidden_size"
     found = None if given_key == "hidden_size" else config.target_hidden_size
-    consequence = (
-        f"{VLLM} builds fc for states of width {config.target_hidden_size}: AssertionError, or a wrong product"
-    )
+    width = config.target_hidden_size
+    consequence = f"{given.server.name} builds fc for states of width {width}: AssertionError, or a wrong product"
     fix: Fix = given.write("target_hidden_size", verifier.hidden_size)
     fc = given.shape("fc.weight")
     if len(fc) == 2 and fc[1] % verifier.hidden_size:
@@ -117,7 +116,7 @@ def rope_is_given_once(given: Given) -> Iterator[Problem]:
         words = f"write the theta of the training in both places; {inner} keeps what is served now"
         yield given.problem("rope", "rope_theta", theta, f"{inner}, as in the rope parameters", words, consequence)
     if theta is None and inner is None:
-        consequence = f"{VLLM} takes theta 10000"
+        consequence = f"{given.server.name} takes theta 10000"
         yield given.warning("rope", "rope_theta", None, "the theta of the training", "write it", consequence)
 
 
@@ -131,14 +130,18 @@ def rope_is_complete(given: Given) -> Iterator[Problem]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if {"rope_type", "type"} <= set(rope) and rope["rope_type"] != rope["type"]:
         pair = f"rope_type {spelled(rope['rope_type'])}, type {spelled(rope['type'])}"
-        yield given.problem("rope", key, pair, "one of them", "remove type", f"{VLLM} refuses the contradiction")
+        yield given.problem(
+            "rope", key, pair, "one of them", "remove type", f"{given.server.name} refuses the contradiction"
+        )
     elif "mrope_section" in rope or kind == "mrope":
-        consequence = f"{VLLM} builds a multimodal rotary embedding in the draft"
+        consequence = f"{given.server.name} builds a multimodal rotary embedding in the draft"
         fix = "keep it only if the draft was trained with 3-D positions; for text remove it"
         yield given.warning("rope", key, "M-RoPE", "rope of a text model", fix, consequence)
     elif not isinstance(kind, str) or kind not in ROPE_TYPES:
         expected = ", ".join(ROPE_TYPES)
-        yield given.problem("rope", f"{key}.rope_type", spelled(kind), expected, "correct it", f"{VLLM} refuses it")
+        yield given.problem(
+            "rope", f"{key}.rope_type", spelled(kind), expected, "correct it", f"{given.server.name} refuses it"
+        )
     else:
         for name in ROPE_TYPES[kind]:
             if name not in rope:

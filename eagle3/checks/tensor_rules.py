@@ -35,9 +35,9 @@ def layers_are_as_many_as_the_tensors(given: Given) -> Iterator[Problem]:
     if found and found != set(range(layers)):
         count = max(found) + 1 if found == set(range(max(found) + 1)) else len(found)
         consequence = (
-            f"{VLLM} leaves {layers - count} layers uninitialised without a word"
+            f"{given.server.name} leaves {layers - count} layers uninitialised without a word"
             if layers > count
-            else (f"{VLLM} refuses the tensors of the layers beyond")
+            else (f"{given.server.name} {given.server.unknown} the tensors of the layers beyond")
         )
         fix: Fix = given.write("num_hidden_layers", count)
         if found != set(range(count)):
@@ -64,7 +64,7 @@ def sizes_are_those_of_the_tensors(given: Given) -> Iterator[Problem]:
         if right and right != taken:  # a tensor without rows names no size
             found = None if key in config.absent else taken
             default = f"takes {taken}, " if found is None else ""
-            consequence = f"{VLLM} {default}narrows a larger tensor without a word and refuses a smaller one"
+            consequence = f"{given.server.name} {default}{given.server.resized}"
             expected = f"{right}, as in the tensors"
             certain = not {"head_dim", "num_attention_heads"} & {key} or key in config.absent
             fix: Fix = given.write(key, right) if certain else _or_the_heads(given, right)
@@ -119,7 +119,7 @@ def _fc_width(given: Given, fc: tuple[int, ...]) -> Iterator[Problem]:
         right = fc[1] // wide
         fix: Fix = f"write {given.place('num_aux_hidden_states')}: {right} and the {right} layer ids"
         expected = f"{right}: fc.weight takes {fc[1]} = {right} x {wide}"
-        consequence = f"{VLLM} builds fc for {config.num_aux} states and refuses the tensor"
+        consequence = f"{given.server.name} builds fc for {config.num_aux} states and refuses the tensor"
         found = config.raw.get("num_aux_hidden_states")
         yield given.problem("fc-width", "num_aux_hidden_states", found, expected, fix, consequence)
     elif fc[1] % count == 0:
@@ -129,9 +129,8 @@ def _fc_width(given: Given, fc: tuple[int, ...]) -> Iterator[Problem]:
         fix = (
             given.write("target_hidden_size", right) if known == right or ids else f"write target_hidden_size: {right}"
         )
-        consequence = (
-            f"{VLLM} builds fc [{config.hidden_size}, {count * config.target_hidden_size}] and refuses the tensor"
-        )
+        built = [config.hidden_size, count * config.target_hidden_size]
+        consequence = f"{given.server.name} builds fc {built} and refuses the tensor"
         expected = f"{right}: fc.weight takes {fc[1]} = {count} x {right}"
         yield given.problem("width", "target_hidden_size", found, expected, fix, consequence)
 
@@ -169,7 +168,7 @@ def vocabulary_is_that_of_the_tensors(given: Given) -> Iterator[Problem]:
             certain = known in (None, shape[0])
             fix = given.write("vocab_size", shape[0]) if certain else f"rebuild {name} with {known} rows"
             consequence = (
-                f"{VLLM}: AssertionError without any text" if name != "t2d" else "the map is for another vocabulary"
+                f"{given.server.name} refuses: AssertionError" if name != "t2d" else "the map is for another vocabulary"
             )
             yield given.problem(
                 "vocabulary", "vocab_size", config.vocab_size, f"{shape[0]}, as in {name}", fix, consequence
@@ -323,13 +322,13 @@ def dtypes_are_plain(given: Given) -> Iterator[Problem]:
         if name in ("d2t", "t2d") or name.endswith(("_scale", "_scale_inv", "_packed", "_zero_point", "_shape")):
             continue
         if tensor.dtype not in FLOATS:
-            consequence = f"{VLLM} copies the raw numbers into a bfloat16 parameter, one log line"
+            consequence = f"{given.server.name} copies the raw numbers into a bfloat16 parameter without a scale"
             fix = "export with a scale and a quantization_config, or dequantise"
             yield Problem("tensor-dtype", printable(name), tensor.dtype, "BF16, F16 or F32", fix, consequence)
         others.add(tensor.dtype)
     named = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(given.config.dtype or "")
     if named and others & set(FLOATS) - {named}:
-        consequence = f"{VLLM} casts every tensor to the verifier's dtype"
+        consequence = f"{given.server.name} {given.server.cast}"
         found = ", ".join(sorted(others & set(FLOATS)))
         yield Problem(
             "tensor-dtype",

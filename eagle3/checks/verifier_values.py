@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from eagle3.checks.config_check import Verdict
+from eagle3.checks.servers import SERVERS
 from eagle3.checks.weight_values import BLOCK, INTEGERS, read_integers, windows
 from eagle3.formats.safetensors_headers import TensorHeader, num_bytes
 from eagle3.problems import Problem
 from eagle3.verifiers.verifier_config import VerifierConfig
 from eagle3.verifiers.verifier_tensors import find_verifier_tensors
 
-VLLM = "vLLM 0.32.0"
+VLLM = SERVERS["vllm"].name
 SAMPLE = 48
 # Of two directions drawn at random the cosine stays below sqrt(2 ln V / H) among V others; half as much again is safe.
 NOISE, LEAST, MARGIN, UNRELATED = 1.5, 0.5, 0.1, 0.3
@@ -59,9 +60,12 @@ class Resemblance:
 
 
 def compare_with_verifier(
-    tensors: Mapping[str, TensorHeader], folder: Path, verifier: VerifierConfig, verdict: Verdict
+    tensors: Mapping[str, TensorHeader], folder: Path, verifier: VerifierConfig, verdict: Verdict, server: str = VLLM
 ) -> None:
-    """The draft's head and embedding (canonical names) against the verifier's in `folder`, into `verdict`."""
+    """The draft's head and embedding (canonical names) against the verifier's in `folder`, into `verdict`.
+
+    `server`: the name of the one that it is judged for.
+    """
     found = find_verifier_tensors(folder, verifier)
     for name, theirs in (("lm_head.weight", found.head), ("embed_tokens.weight", found.embedding)):
         what, ours = f"{name} against the verifier's", tensors.get(name)
@@ -78,7 +82,10 @@ def compare_with_verifier(
             continue
         rows = resemblance(ours, theirs, targets)
         head = name == "lm_head.weight"
-        verdict.problems += head_problems(rows, targets - np.arange(len(targets))) if head else embedding_problems(rows)
+        if head:
+            verdict.problems += head_problems(rows, targets - np.arange(len(targets)), server)
+        else:
+            verdict.problems += embedding_problems(rows, server)
         state = ("frozen" if head else "the same") if rows.equal == rows.rows else "not the same"
         verdict.checked.append(f"{what}: {state}, {rows.spelled()}" + (" (tied)" if head and found.tied else ""))
 
@@ -116,7 +123,7 @@ def resemblance(draft: TensorHeader, verifier: TensorHeader, targets_K: np.ndarr
     return Resemblance(len(equal_K), int(equal_K.sum()), sample, own, nearest, best, noise)
 
 
-def head_problems(found: Resemblance, d2t_K: np.ndarray) -> Iterator[Problem]:
+def head_problems(found: Resemblance, d2t_K: np.ndarray, server: str = VLLM) -> Iterator[Problem]:
     """An error where most of the rows that differ belong to other tokens than the map says."""
     elsewhere = found.elsewhere()
     if not len(elsewhere) or elsewhere.mean() <= 0.5:
@@ -141,12 +148,25 @@ def head_problems(found: Resemblance, d2t_K: np.ndarray) -> Iterator[Problem]:
         f"{told}, e.g. row {rows[0]} that of token {seen[0]}, not {rows[0] + d2t_K[rows[0]]}",
         f"the verifier's rows at i + d2t[i], or rows trained from them; {how}",
         fix,
-        f"{VLLM} loads without a word: the logit of each token lands on another one",
+        f"{server} loads without a word: the logit of each token lands on another one",
     )
 
 
-def embedding_problems(found: Resemblance) -> Iterator[Problem]:
-    """An error where the rows stand in another order, a warning where they have nothing to do with the verifier's."""
+def embedding_problems(found: Resemblance, server: str = VLLM) -> Iterator[Problem]:
+    """An error where the rows stand in another order, a warning where they have nothing to do with the verifier's.
+
+    For SGLang, which puts the verifier's in its place, an error wherever they differ.
+    """
+    if server != VLLM and found.equal < found.rows:
+        yield Problem(
+            "embedding-replaced",
+            "embed_tokens.weight",
+            found.spelled(),
+            "the verifier's embedding",
+            "serve it with vLLM, or train with the embedding frozen",
+            f"{server} puts the verifier's in its place: the draft is fed other states than it was trained on",
+        )
+        return
     elsewhere = found.elsewhere()
     if not len(elsewhere):
         return
@@ -159,7 +179,7 @@ def embedding_problems(found: Resemblance) -> Iterator[Problem]:
             f"{told}, e.g. row {rows[0]} that of token {seen[0]}",
             "one row a token, in the verifier's order",
             "export it again, or leave it out: the server shares the verifier's",
-            f"{VLLM} loads without a word and looks up other tokens than it was given",
+            f"{server} loads without a word and looks up other tokens than it was given",
         )
     elif np.median(found.own) < UNRELATED and found.equal < found.rows / 2:
         yield Problem(

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from eagle3.checks.servers import SERVERS, Server
 from eagle3.formats.json_files import printable
 from eagle3.formats.safetensors_headers import TensorHeader
 from eagle3.problems import Change, Problem, repairable
 
 WINDOW = 16 << 20
 BLOCK = 1 << 18
-VLLM = "vLLM 0.32.0"
+VLLM = SERVERS["vllm"]
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "BOOL": np.uint8,
 
 
 def value_problems(
-    tensors: Mapping[str, TensorHeader], vocab_size: int, verifier_dtype: str | None = None
+    tensors: Mapping[str, TensorHeader], vocab_size: int, dtype: str | None = None, server: Server = VLLM
 ) -> Iterator[Problem]:
-    """Problems of all tensors (canonical names); `vocab_size` and `verifier_dtype` are the verifier's."""
+    """Problems of all tensors (canonical names); `vocab_size` is the verifier's, `dtype` the draft's in the server."""
     for name, tensor in tensors.items():
         if tensor.dtype in FLOATS and tensor.end > tensor.begin:
-            yield from _float_problems(name, tensor, verifier_dtype == "float16")
+            yield from _float_problems(name, tensor, dtype == "float16", server.name)
     if "d2t" in tensors and tensors["d2t"].dtype in INTEGERS and len(tensors["d2t"].shape) == 1:
-        yield from map_problems(read_integers(tensors["d2t"]), _mask(tensors), vocab_size)
+        yield from map_problems(read_integers(tensors["d2t"]), _mask(tensors), vocab_size, server)
 
 
 def windows(tensor: TensorHeader, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -69,7 +70,7 @@ def read_integers(tensor: TensorHeader) -> np.ndarray:
     return np.frombuffer(data, INTEGERS[tensor.dtype]).astype(np.int64)
 
 
-def _float_problems(name: str, tensor: TensorHeader, cast_to_float16: bool) -> Iterator[Problem]:
+def _float_problems(name: str, tensor: TensorHeader, cast_to_float16: bool, server: str) -> Iterator[Problem]:
     bits = FLOATS[tensor.dtype]
     bad, large, first, constant = 0, 0, None, True
     limit = OVERFLOWS.get(tensor.dtype, bits.infinite) if cast_to_float16 else bits.infinite
@@ -86,17 +87,17 @@ def _float_problems(name: str, tensor: TensorHeader, cast_to_float16: bool) -> I
                 constant = bool((block == first).all()) or (not magnitude.any() and not int(first) & bits.magnitude)
     shape = str(list(tensor.shape))
     if bad:
-        consequence = f"{VLLM} loads them; one NaN spreads to every logit"
+        consequence = f"{server} loads them; one NaN spreads to every logit"
         yield _problem("not-finite", name, f"{bad} values that are NaN or infinite", "finite values", consequence)
     if large > bad:
-        consequence = f"{VLLM} casts the draft to float16, the verifier's dtype: they become infinite"
+        consequence = f"{server} casts the draft to float16: they become infinite"
         found = f"{large - bad} values of 65520 and more"
         yield _problem("not-finite", name, found, "values that float16 holds", consequence, "serve in bfloat16")
     if constant and first is not None and not name.endswith(".bias"):
         value = int(first) & bits.magnitude
         if len(tensor.shape) >= 2 or value == 0:
             found = "all zero" if value == 0 else "one value everywhere"
-            consequence = f"{VLLM} computes with it: nothing was trained here, or the export lost it"
+            consequence = f"{server} computes with it: nothing was trained here, or the export lost it"
             yield _problem("constant", name, f"{shape}, {found}", "trained values", consequence)
         elif value == bits.one and len(tensor.shape) == 1 and tensor.shape[0] > 1:
             consequence = "the norm is as it was initialised: trained without it, or lost in export"
@@ -105,7 +106,7 @@ def _float_problems(name: str, tensor: TensorHeader, cast_to_float16: bool) -> I
             yield replace(problem, severity="warning")
 
 
-def map_problems(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> Iterator[Problem]:
+def map_problems(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int, server: Server = VLLM) -> Iterator[Problem]:
     """d2t [K] holds offsets: draft id i is verifier id i + d2t[i]; these ascend, and t2d [V] is true exactly there.
 
     Source: llama_eagle3.py, compute_logits (targets = arange + draft_id_to_target_id).
@@ -118,21 +119,21 @@ def map_problems(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> It
         return
     outside = int(((targets < 0) | (targets >= vocab_size)).sum())
     if not np.array_equal(targets, d2t) and _are_ids(d2t, marked, vocab_size, outside):
-        consequence = f"{VLLM} adds the draft id once more: every token but the first is another one"
+        consequence = f"{server.name} adds the draft id once more: every token but the first is another one"
         problem = _problem(
             "map-absolute", "d2t", "verifier ids", "offsets from draft id to verifier id", consequence, ""
         )
         yield repairable(problem, Change("offsets", "d2t"))
         return
     if outside:
-        consequence = f"{VLLM} writes logits out of bounds at the first draft step"
+        consequence = f"{server.name} {server.bad_id}"
         yield _problem(
             "map-range", "d2t", f"{outside} ids outside 0 to {vocab_size - 1}", "ids of the verifier", consequence
         )
         return
     repeated = len(targets) - len(np.unique(targets))
     if repeated:
-        consequence = f"{VLLM} lets one draft id overwrite another's logit"
+        consequence = f"{server.name} {server.same_id}"
         yield _problem("map-repeated", "d2t", f"{repeated} repeated ids", "distinct ids", consequence)
     elif not (np.diff(targets) > 0).all():
         consequence = "trainers build the head from t2d, in ascending order: its rows belong to other tokens"
@@ -146,7 +147,7 @@ def map_problems(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> It
         found = (
             f"{len(np.setdiff1d(marked, targets))} ids in t2d alone, {len(np.setdiff1d(targets, marked))} in d2t alone"
         )
-        consequence = f"{VLLM} uses d2t; the two come from different vocabularies, and one of them is the head's"
+        consequence = f"{server.name} uses d2t; the two come from different vocabularies, and one of them is the head's"
         yield _problem("map-mismatch", "t2d", found, "true exactly at the ids of d2t", consequence)
 
 

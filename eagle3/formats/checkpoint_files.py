@@ -1,7 +1,8 @@
 """Which files of a checkpoint folder a server reads, and the tensors in them.
 
 vLLM 0.32.0 decides in vllm/model_executor/model_loader/default_loader.py (_prepare_weights) and weight_utils.py
-(filter_duplicate_safetensors_files); every file that it reads is loaded whole, whatever the index says.
+(filter_duplicate_safetensors_files), SGLang 0.5.23 in srt/model_loader/loader.py and weight_utils.py under the same
+names; every file that they read is loaded whole, whatever the index says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from eagle3.problems import Change, InvalidInput, Problem, has_errors, invalid, 
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
+VLLM = "vLLM 0.32.0"
 MAX_FILES = 4096
 MAX_INDEX_BYTES = 8 << 20
 
@@ -29,10 +31,10 @@ class CheckpointTensors:
     problems: tuple[Problem, ...]
 
 
-def read_checkpoint_tensors(folder: Path) -> CheckpointTensors:
-    """The headers of all files that vLLM reads. Broken files raise; a doubtful choice of files is among `problems`."""
+def read_checkpoint_tensors(folder: Path, server: str = VLLM) -> CheckpointTensors:
+    """The headers of all files that the server reads. Broken files raise; a doubtful choice is among `problems`."""
     problems: list[Problem] = []
-    paths = _chosen_files(folder, problems)
+    paths = _chosen_files(folder, problems, server)
     files: list[FileHeader] = []
     broken: list[Problem] = []
     for path in paths:
@@ -46,33 +48,37 @@ def read_checkpoint_tensors(folder: Path) -> CheckpointTensors:
     for file in files:
         for tensor in file.tensors:
             if tensor.name in tensors:
-                problems.append(_twice(tensor, tensors[tensor.name]))
+                problems.append(_twice(tensor, tensors[tensor.name], server))
             tensors[tensor.name] = tensor
     index = folder / INDEX
     if index.is_file() and not has_errors(problems):
-        problems += _index_problems(read_json_object(index, MAX_INDEX_BYTES), tensors)
+        problems += _index_problems(read_json_object(index, MAX_INDEX_BYTES), tensors, server)
     return CheckpointTensors(tensors, tuple(files), tuple(problems))
 
 
-def _chosen_files(folder: Path, problems: list[Problem]) -> list[Path]:
+def _chosen_files(folder: Path, problems: list[Problem], server: str) -> list[Path]:
     every = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not every:
         problems += _pickle_problems(folder)
         return []
     consolidated = [path for path in every if path.name.startswith("consolidated")]
-    if consolidated and len(consolidated) < len(every):
-        problems.append(_ignored(folder, every, consolidated, "it reads consolidated*.safetensors and nothing else"))
+    if consolidated and len(consolidated) < len(every) and server == VLLM:
+        why = "it reads consolidated*.safetensors and nothing else"
+        problems.append(_ignored(every, consolidated, why, server))
         return consolidated
     if not (folder / INDEX).is_file():
+        if [path.name for path in every] == ["consolidated.safetensors", "model.safetensors"]:
+            problems.append(_ignored(every, every[1:], "model.safetensors stands beside it", server))
+            return every[1:]
         if len(every) > 1:
-            problems.append(_no_index(every))
+            problems.append(_no_index(every, server))
         return every[:MAX_FILES]
     named = _files_named_by(read_json_object(folder / INDEX, MAX_INDEX_BYTES), problems)
     missing = sorted(named - {path.name for path in every})
-    problems += [_missing_shard(name) for name in missing]
+    problems += [_missing_shard(name, server) for name in missing]
     chosen = [path for path in every if path.name in named]
     if len(chosen) < len(every):
-        problems.append(_ignored(folder, every, chosen, f"{INDEX} does not name it", "warning"))
+        problems.append(_ignored(every, chosen, f"{INDEX} does not name it", server, "warning"))
     return chosen
 
 
@@ -90,7 +96,7 @@ def _files_named_by(index: JsonFile, problems: list[Problem]) -> set[str]:
     return named
 
 
-def _index_problems(index: JsonFile, tensors: dict[str, TensorHeader]) -> Iterable[Problem]:
+def _index_problems(index: JsonFile, tensors: dict[str, TensorHeader], server: str) -> Iterable[Problem]:
     weight_map = index.value["weight_map"]
     for repeated in index.repeated:
         yield _bad_index(printable(repeated.where), spelled(repeated.values), "each name once")
@@ -102,7 +108,7 @@ def _index_problems(index: JsonFile, tensors: dict[str, TensorHeader]) -> Iterab
                 f"in {INDEX}, not in {printable(file)}",
                 "the tensor in the file that the index names",
                 "export the checkpoint again",
-                "vLLM 0.32.0 reads the files, not the index: the tensor stays missing without a word",
+                f"{server} reads the files, not the index: the tensor stays missing without a word",
             )
     for name, tensor in tensors.items():
         if name not in weight_map:
@@ -112,7 +118,7 @@ def _index_problems(index: JsonFile, tensors: dict[str, TensorHeader]) -> Iterab
                 f"in {printable(tensor.file.name)}, not in {INDEX}",
                 "every tensor in the index",
                 "or delete the tensor",
-                "vLLM 0.32.0 loads it all the same; other readers do not",
+                f"{server} loads it all the same; other readers do not",
                 "warning",
             )
             yield repairable(problem, Change("index", INDEX))
@@ -147,7 +153,7 @@ def _pickle_problems(folder: Path) -> Iterable[Problem]:
             )
 
 
-def _twice(second: TensorHeader, first: TensorHeader) -> Problem:
+def _twice(second: TensorHeader, first: TensorHeader, server: str) -> Problem:
     files = f"{printable(first.file.name)} and {printable(second.file.name)}"
     return Problem(
         "tensor-twice",
@@ -155,29 +161,29 @@ def _twice(second: TensorHeader, first: TensorHeader) -> Problem:
         files,
         "one file that holds it",
         "delete the file that is left over",
-        "vLLM 0.32.0 loads both, and the one that it reads last stays",
+        f"{server} loads both, and the one that it reads last stays",
     )
 
 
-def _no_index(paths: list[Path]) -> Problem:
+def _no_index(paths: list[Path], server: str) -> Problem:
     return Problem(
         "no-index",
         INDEX,
         ", ".join(printable(path.name) for path in paths[:4]) + (", …" if len(paths) > 4 else ""),
         "one file, or shards with an index",
         "delete what does not belong to the checkpoint, or export it again",
-        "vLLM 0.32.0 loads all of them into one draft",
+        f"{server} loads all of them into one draft",
     )
 
 
-def _missing_shard(name: str) -> Problem:
+def _missing_shard(name: str, server: str) -> Problem:
     return Problem(
         "missing-shard",
         printable(name),
         f"in {INDEX}, no such file",
         "every shard of the index",
         "download the rest of the checkpoint",
-        "vLLM 0.32.0 refuses: FileNotFoundError, weight files referenced in index but missing",
+        f"{server} refuses: weight files referenced in the index are missing",
     )
 
 
@@ -185,12 +191,12 @@ def _bad_index(where: str, found: str, expected: str) -> Problem:
     return Problem("bad-index", f"{INDEX}: {where}", found, expected, "export the checkpoint again")
 
 
-def _ignored(folder: Path, every: list[Path], chosen: list[Path], why: str, severity: str = "error") -> Problem:
+def _ignored(every: list[Path], chosen: list[Path], why: str, server: str, severity: str = "error") -> Problem:
     left = [printable(path.name) for path in every if path not in chosen]
     return Problem(
         "ignored-file",
         ", ".join(left[:4]) + (", …" if len(left) > 4 else ""),
-        "a tensor file that vLLM 0.32.0 does not read",
+        f"a tensor file that {server} does not read",
         "only files that belong to the checkpoint",
         "delete it, or export the checkpoint again",
         f"not loaded, because {why}",

@@ -234,7 +234,7 @@ def _layer_problems(layer: Any) -> Iterator[Problem]:
         yield _nested_problem(f"{where}.model_type", layer["model_type"], '"llama" or "qwen3"', consequence)
 
 
-def unknown_keys(unknown: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
+def unknown_keys(unknown: Iterable[str], known: Iterable[str], server: str = "vLLM 0.32.0") -> Iterator[Problem]:
     """A warning for each key that no server reads, with the known key that it resembles; one for all beyond a few."""
     keys = sorted(unknown)
     if not keys:
@@ -244,13 +244,13 @@ def unknown_keys(unknown: Iterable[str], known: Iterable[str]) -> Iterator[Probl
     names = sorted(known)
     for key in keys[:MANY]:
         near = difflib.get_close_matches(key[:MANY], names, 1, 0.8)
-        yield _unknown(printable(key), f"did you mean {near[0]}?" if near else "remove it, or ignore this")
+        yield _unknown(printable(key), f"did you mean {near[0]}?" if near else "remove it, or ignore this", server)
     if len(keys) > MANY:
-        yield _unknown(f"{len(keys) - MANY} more keys", "give the config of a draft")
+        yield _unknown(f"{len(keys) - MANY} more keys", "give the config of a draft", server)
 
 
-def _unknown(where: str, fix: str) -> Problem:
-    found, consequence = "a key without known effect", "vLLM 0.32.0 ignores it"
+def _unknown(where: str, fix: str, server: str) -> Problem:
+    found, consequence = "a key without known effect", f"{server} ignores it"
     return Problem("unknown-key", where, found, "keys that a server reads", fix, consequence, "warning")
 
 

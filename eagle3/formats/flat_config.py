@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from eagle3.formats.json_files import printable, spelled
-from eagle3.layer_ids import to_output_of
+from eagle3.layer_ids import sglang_list
 from eagle3.problems import InvalidInput, Problem
 
 # vLLM 0.32.0 builds the same class from a flat config of these names (vllm/model_executor/models/registry.py).
@@ -110,12 +110,27 @@ def flatten(nested: dict[str, Any]) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": ids,
         "num_aux_hidden_states": len(ids),
         "eagle_config": {
-            # Id 0, the embeddings, is no layer's output: such a draft is for vLLM alone.
-            **({} if 0 in ids else {"eagle_aux_hidden_state_layer_ids": to_output_of(ids)}),
+            **_sglang_ids(ids, nested),
             "use_aux_hidden_state": True,
             "norm_before_fc": nested["norm_before_fc"],
         },
     }
+
+
+def _sglang_ids(ids: list[int], nested: dict[str, Any]) -> dict[str, list[int]]:
+    """The list for SGLang, which depends on the verifier's class; left out where SGLang has none for these layers."""
+    try:
+        return {"eagle_aux_hidden_state_layer_ids": sglang_list(ids, verifier_architectures(nested))}
+    except InvalidInput:
+        return {}
+
+
+def verifier_architectures(nested: dict[str, Any]) -> list[str]:
+    """The class names that speculators notes of the verifier; none where it noted none."""
+    config = nested.get("speculators_config")
+    verifier = config.get("verifier") if isinstance(config, dict) else None
+    names = verifier.get("architectures") if isinstance(verifier, dict) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _dtype(nested: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ class VerifierConfig:
     layer_types: tuple[str, ...]
     rotated: bool
     tied: bool
+    architectures: tuple[str, ...] = ()
 
 
 def read_verifier_config(path: Path) -> VerifierConfig:
@@ -45,7 +46,7 @@ def parse_verifier_config(raw: dict[str, Any]) -> VerifierConfig:
     dtype = next(
         (each[key] for each in (text, raw) for key in ("dtype", "torch_dtype") if _is_text(each.get(key))), None
     )
-    layer_types = text.get("layer_types")
+    layer_types, names = text.get("layer_types"), raw.get("architectures")
     quantization = spelled(raw.get("quantization_config") or text.get("quantization_config"), 1 << 20).lower()
     return VerifierConfig(
         hidden_size=text.get("hidden_size"),
@@ -56,6 +57,7 @@ def parse_verifier_config(raw: dict[str, Any]) -> VerifierConfig:
         layer_types=tuple(map(str, layer_types)) if isinstance(layer_types, list) else (),
         # the text config's word counts where both have one; transformers' default of most families is false
         tied=text.get("tie_word_embeddings", raw.get("tie_word_embeddings")) is True,
+        architectures=tuple(map(str, names)) if isinstance(names, list) else (),
         rotated=any(word in quantization for word in ("spinquant", "quarot", "hadamard")),
     )
 

@@ -1,0 +1,319 @@
+"""The rules that hold for SGLang 0.5.23 and not for vLLM: what its EAGLE-3 classes do not know, or take otherwise.
+
+Read in the wheel on PyPI; paths below are under sglang/srt. Rules that hold for both servers are in config_rules,
+size_rules and tensor_rules; `SGLANG_CONFIG_RULES` lists all that are applied to a config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from eagle3.checks.config_rules import (
+    DTYPES,
+    Given,
+    Rule,
+    activation_is_silu,
+    epsilon_is_given,
+    heads_divide,
+    keys_are_known,
+    norms_agree,
+)
+from eagle3.checks.draft_config import DraftConfig
+from eagle3.checks.servers import SERVERS
+from eagle3.checks.sglang_aux_ids import SGLANG_AUX_ID_RULES
+from eagle3.checks.sglang_tensors import is_tied
+from eagle3.checks.size_rules import (
+    rope_is_complete,
+    rope_is_given_once,
+    sizes_are_given,
+    target_width_is_the_verifiers,
+)
+from eagle3.checks.tensor_rules import ATTN
+from eagle3.problems import Fix, Problem
+
+SGLANG = SERVERS["sglang"].name
+CLASSES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
+MODEL_TYPES = {
+    "llama": ("llama", "mistral", "phi3", "qwen2", "qwen3"),
+    "mla": ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+}
+EXPORT = "python -m eagle3 export SRC DST --engine sglang"
+
+
+def format_is_flat(given: Given) -> Iterator[Problem]:
+    """The config is flat; SGLang does not read speculators' nested format.
+
+    Source: utils/hf_transformers/config.py, get_config (AutoConfig wants a model_type); models/*.py name no such class.
+    """
+    if given.config.nested:
+        consequence = f"{SGLANG} refuses: transformers finds no model_type, and no class is called Eagle3DraftModel"
+        yield Problem(
+            "nested-config", "transformer_layer_config", "speculators' format", "a flat config", EXPORT, consequence
+        )
+
+
+def residual_is_not_normed(given: Given) -> Iterator[Problem]:
+    """norm_before_residual is false: the residual of SGLang's draft is always the un-normed state.
+
+    Source: models/llama_eagle3.py, LlamaDecoderLayer.forward; the name norm_before_residual occurs nowhere in 0.5.23.
+    """
+    found, absent = given.config.raw.get("norm_before_residual"), "norm_before_residual" in given.config.absent
+    nested = given.config.nested and absent
+    if found or nested:
+        consequence = f"{SGLANG} does not know the field and computes as if it were false: this draft is for vLLM alone"
+        fix = "serve it with vLLM, or train with norm_before_residual: false"
+        yield given.problem("norm-flag", "norm_before_residual", found, "false", fix, consequence)
+    elif absent:
+        consequence = f"{SGLANG} computes as if it were false; a draft trained with true is for vLLM alone"
+        fix = "write false, if the draft was trained so (SafeAILab, SpecForge, ModelOpt)"
+        yield given.warning("norm-flag", "norm_before_residual", None, "false", fix, consequence)
+
+
+def fed_back_norm_is_said(given: Given) -> Iterator[Problem]:
+    """norm_output is written: no tensor tells it.
+
+    Source: models/llama_eagle3.py and kimi_k25_eagle3.py, norm_output = getattr(config, ..., False).
+    """
+    if "norm_output" in given.config.absent:
+        consequence = f"{SGLANG} takes false; a draft trained with true would lose acceptance from the second token on"
+        yield given.warning("norm-flag", "norm_output", None, "true or false", "write it", consequence)
+
+
+def class_is_sglangs(given: Given) -> Iterator[Problem]:
+    """`architectures` names a draft class of SGLang first: LlamaForCausalLMEagle3 or Eagle3DeepseekV2ForCausalLM.
+
+    Source: models/registry.py, resolve_model_cls (first name it knows, else the Transformers backend).
+    """
+    names = given.config.raw.get("architectures") or []
+    if names[:1] and names[0] in CLASSES.values():
+        return
+    right = CLASSES.get(given.config.variant)
+    if right is None:
+        consequence = f"{SGLANG} has no Qwen3 draft: it builds another model, or none"
+        words = "serve it with vLLM, or train a Llama-type draft"
+        expected = " or ".join(CLASSES.values())
+        yield given.problem("class-name", "architectures", names or None, expected, words, consequence)
+        return
+    consequence = f"{SGLANG} builds an ordinary model and drops the draft, or refuses the class"
+    fix = given.write("architectures", [right])
+    yield given.problem("class-name", "architectures", names or None, f'["{right}"]', fix, consequence)
+
+
+def model_type_has_a_config(given: Given) -> Iterator[Problem]:
+    """`model_type` is one whose config class knows the fields: llama, or a DeepSeek type for MLA.
+
+    Source: utils/hf_transformers (AutoConfig, and its own alias for kimi_k2); configs/model_config.py (MLA by class).
+    """
+    if given.config.variant not in MODEL_TYPES:
+        return  # class_is_sglangs says it
+    found, known = given.config.raw.get("model_type"), MODEL_TYPES[given.config.variant]
+    right = known[0]
+    fix = f'write model_type: "{right}"'
+    if found in known:
+        if given.config.variant == "llama" and found != "llama":
+            consequence = (
+                f"{SGLANG} builds the Llama draft, and takes what the config leaves out from {found}'s defaults"
+            )
+            yield given.warning("model-type", "model_type", found, right, fix, consequence)
+        return
+    consequence = "transformers 5.19.0 finds no config class, or one without the draft's fields"
+    yield given.problem("model-type", "model_type", found, right, fix, consequence)
+
+
+def attention_has_no_bias(given: Given) -> Iterator[Problem]:
+    """q, k and v have no bias: SGLang's draft builds none, whatever attention_bias says; the MLP has none either.
+
+    Source: models/llama_eagle3.py, LlamaDecoderLayer (bias=False); models/llama.py, LlamaMLP.
+    """
+    raw, tensors = given.config.raw, given.tensors
+    for key, part in (("attention_bias", "q_proj"), ("mlp_bias", "gate_proj")):
+        place = ATTN if part == "q_proj" else "layers.0.mlp"
+        if raw.get(key) and (not tensors or f"{place}.{part}.bias" in tensors) and given.config.variant != "mla":
+            consequence = f"{SGLANG} drops these biases without a word: this draft is for vLLM alone"
+            fix = "serve it with vLLM, or train without"
+            yield given.problem("bias-flag", key, True, "false", fix, consequence)
+
+
+def later_layers_have_one_norm(given: Given) -> Iterator[Problem]:
+    """A layer after the first has hidden_norm and no input_layernorm; an MLA draft has one layer.
+
+    Source: models/llama_eagle3.py, LlamaDecoderLayer.forward (hidden_norm in later layers, where vLLM and speculators
+    use input_layernorm); models/kimi_k25_eagle3.py, Eagle3MLAModel (ValueError beyond one layer).
+    """
+    layers = given.config.num_hidden_layers
+    if given.config.variant == "mla" and layers != 1:
+        consequence = f"{SGLANG} refuses: ValueError, EAGLE3 currently only supports 1 layer"
+        yield given.problem("layers", "num_hidden_layers", layers, "1", "serve it with vLLM", consequence)
+    for index in range(1, layers):
+        where, used = f"layers.{index}.input_layernorm.weight", f"layers.{index}.hidden_norm.weight"
+        if where in given.tensors and given.config.variant != "mla":
+            consequence = f"{SGLANG} norms with hidden_norm and ignores it, vLLM and speculators the reverse"
+            beside = used in given.tensors
+            found = "beside hidden_norm" if beside else "without hidden_norm, as speculators trains"
+            fix = "serve it with the server that it was trained for" if beside else f"rename it to {used}"
+            severity = "warning" if beside else "error"
+            yield Problem("later-norm", where, found, "hidden_norm alone", fix, consequence, severity)
+
+
+def head_is_not_tied(given: Given) -> Iterator[Problem]:
+    """`tie_word_embeddings` is false: else the verifier's embedding is the head.
+
+    Source: models/llama_eagle3.py, LlamaForCausalLMEagle3.__init__; speculative/eagle_worker_v2.py, init_lm_head.
+    """
+    config = given.config
+    if not is_tied(config):
+        return
+    consequence = f"{SGLANG} uses the verifier's embedding as the head"
+    if config.draft_vocab_size != config.vocab_size:
+        consequence += f", and its first {config.draft_vocab_size} rows for the draft's vocabulary"
+    lost = config.draft_vocab_size != config.vocab_size or "lm_head.weight" in given.tensors
+    report = given.problem if lost else given.warning
+    fix = given.write("tie_word_embeddings", False)
+    yield report("tied-head", "tie_word_embeddings", True, "false", fix, consequence)
+
+
+def vocabulary_is_named_as_the_verifiers(given: Given) -> Iterator[Problem]:
+    """`vocab_size` is the verifier's: it is the width of the logits where the draft's vocabulary is not reduced.
+
+    Source: models/llama_eagle3.py, __init__ (VocabParallelEmbedding, which is replaced; LogitsProcessor).
+    """
+    config, wanted = given.config, given.verifier.vocab_size if given.verifier else None
+    if wanted is None or config.vocab_size == wanted:
+        return
+    reduced = config.draft_vocab_size < config.vocab_size
+    consequence = f"{SGLANG} builds an embedding of {config.vocab_size} rows and puts the verifier's in its place"
+    if not reduced:
+        consequence = f"{SGLANG} computes {config.vocab_size} logits for a verifier of another width"
+    report = given.warning if reduced else given.problem
+    fix = given.write("vocab_size", wanted)
+    yield report("vocabulary", "vocab_size", config.vocab_size, f"{wanted}, the verifier's", fix, consequence)
+
+
+def draft_vocabulary_is_said(given: Given) -> Iterator[Problem]:
+    """`draft_vocab_size` is written: the rows of lm_head, or null where the draft has no head of its own.
+
+    Source: models/llama_eagle3.py, __init__ (config.draft_vocab_size; None borrows the verifier's head).
+    """
+    config, head = given.config, given.shape("lm_head.weight")
+    rows = str(head[0]) if head else "the rows of lm_head" if not given.tensors else "null"
+    key = "draft_vocab_size"
+    fix: Fix = given.write(key, head[0]) if len(head) == 2 else f"write {key}: {rows}"
+    if key not in config.absent:
+        if config.draft_vocab_size > config.vocab_size:
+            consequence = f"{SGLANG} proposes tokens that do not exist"
+            expected = f"at most vocab_size {config.vocab_size}"
+            yield given.problem("vocabulary", key, config.draft_vocab_size, expected, "correct it", consequence)
+        elif len(head) == 2 and head[0] != config.draft_vocab_size:
+            consequence = f"{SGLANG} refuses: AssertionError"
+            expected = f"{rows}, rows of lm_head"
+            yield given.problem("vocabulary", key, config.draft_vocab_size, expected, fix, consequence)
+    elif key in config.nulls or config.variant == "mla":
+        if head or "d2t" in given.tensors:
+            consequence = f"{SGLANG} puts the verifier's head in place of the draft's"
+            found = "null" if key in config.nulls else None
+            yield given.problem("vocabulary", key, found, f"{rows}, rows of lm_head", fix, consequence)
+    else:
+        consequence = f"{SGLANG} refuses: AttributeError, no attribute draft_vocab_size"
+        yield given.problem("vocabulary", key, None, rows, fix, consequence)
+
+
+def dtype_is_the_verifiers(given: Given) -> Iterator[Problem]:
+    """`dtype` is written and is the verifier's: the draft is computed in its own.
+
+    Source: configs/model_config.py, _get_and_verify_dtype (auto: the config's own; float32 or none becomes float16).
+    """
+    raw, verifier = given.config.raw, given.verifier.dtype if given.verifier else None
+    key = "dtype" if "dtype" in raw else "torch_dtype"
+    found = raw.get(key)
+    fix = f'write dtype: "{verifier or "bfloat16"}", or start the server with --dtype {verifier or "bfloat16"}'
+    if found is not None and found not in DTYPES:
+        consequence = "AttributeError: torch has no such attribute"
+        yield given.problem("dtype", key, found, f'"{verifier or "bfloat16"}"', fix, consequence)
+        return
+    taken = dtype_of_the_draft(given.config)
+    if verifier and taken != _with_auto(verifier):
+        consequence = f"{SGLANG} computes the draft in {taken} on states in {_with_auto(verifier)} (sglang#25894)"
+        yield given.problem("dtype", key, found, f'"{verifier}", the verifier\'s', fix, consequence)
+    elif found is None:
+        consequence = f"{SGLANG} computes the draft in float16, whatever the verifier is in"
+        yield given.warning("dtype", key, None, "the verifier's dtype", fix, consequence)
+
+
+def dtype_of_the_draft(config: DraftConfig) -> str:
+    """The dtype that SGLang computes a draft in without --dtype; the verifier's follows the same rule."""
+    return _with_auto(config.dtype or "float32")
+
+
+def _with_auto(dtype: str) -> str:
+    return "float16" if dtype in ("float32", "float") else dtype
+
+
+def positions_reach_the_verifiers(given: Given) -> Iterator[Problem]:
+    """`max_position_embeddings` reaches as far as the verifier's.
+
+    Source: configs/model_config.py, _derive_context_length; utils/hf_transformers/common.py, get_context_length.
+    """
+    raw, verifier = given.config.raw, given.verifier
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    factor = rope.get("factor", 1)
+    if not isinstance(factor, (int, float)) or "original_max_position_embeddings" in rope:
+        factor = 1
+    key = "max_position_embeddings"
+    found = raw.get(key)
+    length = int(factor * (found or 2048))
+    wanted = verifier.max_position_embeddings if verifier else None
+    if wanted and length < wanted:
+        consequence = (
+            f"{SGLANG} refuses: ValueError, the target's context length is greater, unless --context-length is at most "
+            f"{length} or SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+        )
+        fix = given.write(key, wanted)  # rotary embedding has no weights
+        yield given.problem("positions", key, found, f"{wanted}, the verifier's", fix, consequence)
+    elif found is None:
+        consequence = f"{SGLANG} takes the default of the config class, and refuses if the verifier's is greater"
+        yield given.warning("positions", key, None, "the verifier's length", "write it", consequence)
+
+
+def attention_has_no_window(given: Given) -> Iterator[Problem]:
+    """No layer slides: a window comes from the server's command line alone.
+
+    Source: models/llama_eagle3.py, __init__ (speculative_draft_window_size); layer_types is not read.
+    """
+    raw, layers = given.config.raw, given.config.num_hidden_layers
+    types = raw.get("layer_types")
+    if types is not None and len(types) != layers:
+        consequence = "transformers 5.19.0 refuses: as many entries as layers"
+        yield given.problem("window", "layer_types", types, f"{layers} entries", "correct it", consequence)
+    slides = "sliding_attention" in types if types is not None else raw.get("use_sliding_window")
+    if slides and raw.get("sliding_window"):
+        consequence = f"{SGLANG} computes full attention unless it is started with --speculative-draft-window-size"
+        fix = f"start the server with --speculative-draft-window-size {raw['sliding_window']}, or serve with vLLM"
+        key = "layer_types" if types is not None else "use_sliding_window"
+        yield given.problem("window", key, raw[key], "full_attention", fix, consequence)
+
+
+SGLANG_NESTED_RULES: tuple[Rule, ...] = (format_is_flat, residual_is_not_normed)
+SGLANG_CONFIG_RULES: tuple[Rule, ...] = (
+    class_is_sglangs,
+    model_type_has_a_config,
+    heads_divide,
+    activation_is_silu,
+    epsilon_is_given,
+    residual_is_not_normed,
+    fed_back_norm_is_said,
+    norms_agree,
+    attention_has_no_bias,
+    later_layers_have_one_norm,
+    head_is_not_tied,
+    dtype_is_the_verifiers,
+    keys_are_known,
+    sizes_are_given,
+    vocabulary_is_named_as_the_verifiers,
+    draft_vocabulary_is_said,
+    target_width_is_the_verifiers,
+    rope_is_given_once,
+    rope_is_complete,
+    positions_reach_the_verifiers,
+    attention_has_no_window,
+    *SGLANG_AUX_ID_RULES,
+)
