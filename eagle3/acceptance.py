@@ -18,12 +18,14 @@ Teacher forcing in the predictions is harmless: step s counts only if all earlie
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 LOOP_NGRAM = 8
+DRAWS = 2000
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,20 @@ def without_loops(rounds: Iterable[Round], tokens_T: Sequence[int], ngram: int =
     return kept
 
 
-def bootstrap_interval(prompts: Sequence[Acceptance], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+def bootstrap_interval(prompts: Sequence[Acceptance], seed: int = 0) -> tuple[float, float]:
     """95% interval of the acceptance length, resampling whole prompts (rounds of one answer are not independent)."""
-    assert prompts, "no prompts to resample"
     pairs = [(prompt.rounds, sum(prompt.accepted_per_position)) for prompt in prompts]
-    generator = random.Random(seed)
-    lengths = []
-    for _ in range(draws):
-        chosen = generator.choices(pairs, k=len(pairs))
+
+    def length(chosen: Sequence[tuple[int, int]]) -> float:
         rounds = sum(pair[0] for pair in chosen)
-        lengths.append(1.0 + sum(pair[1] for pair in chosen) / rounds if rounds else 1.0)
-    lengths.sort()
-    return lengths[int(0.025 * draws)], lengths[int(0.975 * draws) - 1]
+        return 1.0 + sum(pair[1] for pair in chosen) / rounds if rounds else 1.0
+
+    return bootstrap(pairs, length, seed)
+
+
+def bootstrap(parts: Sequence[Part], figure: Callable[[Sequence[Part]], float], seed: int = 0) -> tuple[float, float]:
+    """95% interval of `figure` over `DRAWS` resamplings of `parts`, of which there is at least one."""
+    assert parts, "nothing to resample"
+    generator = random.Random(seed)
+    figures = sorted(figure(generator.choices(parts, k=len(parts))) for _ in range(DRAWS))
+    return figures[int(0.025 * DRAWS)], figures[int(0.975 * DRAWS) - 1]

@@ -25,9 +25,10 @@ PARAMS_FILE = Path("params.yaml")
 
 
 VERSION = r"^\d+(\.\d+)+([.+-]?[A-Za-z0-9.]+)?$"
+JSONL = r"^[^/\\.][^/\\]*\.jsonl$"
 SOURCE_FORMS = (
     {"package": r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "version": VERSION},
-    {"file": r"^[^/\\.][^/\\]*\.jsonl$"},
+    {"file": JSONL},
 )
 
 
@@ -193,10 +194,16 @@ class SimulateWeightLoadParams:
 
 @dataclass(frozen=True)
 class ServeTestParams:
+    """What is asked of the served draft, and the gates that it must pass."""
+
+    suite: str = choice("greedy", "full")
     num_speculative_tokens: int = integer(1, 8)
+    sweep: list[int] = rule(type="list", schema={"type": "integer", "min": 1, "max": 8}, check_with="ascending")
     num_prompts: int = integer(1)
+    questions: list[str] = rule(type="list", schema={"type": "string", "regex": JSONL})
     min_rounds: int = integer(1)
     min_acceptance_length: float = number(1.0, 9.0)
+    min_position_0_rate: float = number(0.0, 1.0)
     max_gap_to_walk: float = number(0.0, 8.0)
     max_tie_fraction: float = number(0.0, 1.0)
 

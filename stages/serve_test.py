@@ -6,7 +6,7 @@ Serves the draft with the real server, with it and without, and releases it if e
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from eagle3.atomic_files import write_json, write_text
@@ -16,10 +16,13 @@ from eagle3.machine import read_machine
 from eagle3.manifests import read_manifest, verify_files
 from eagle3.problems import invalid
 from eagle3.sampling.samples import Sample, read_samples
-from eagle3.serve.greedy_ties import first_difference, judge
+from eagle3.serve.measuring import Plan, measure
+from eagle3.serve.question_turns import Asked
+from eagle3.serve.questions import read_questions
 from eagle3.serve.release import Release, read_passed_checks, require_one_lineage, write_release
-from eagle3.serve.serve_report import Measured, acceptance_csv, build_report, require_gates, walked
-from eagle3.serve.serving import GREETING, Prompt, ask_server
+from eagle3.serve.serve_groups import speed_csv
+from eagle3.serve.serve_report import acceptance_csv, build_report, require_gates, walked
+from eagle3.serve.serving import GREETING
 from eagle3.serve.vllm_command import ServerSettings
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.verifiers.chat_tokenizer import load_tokenizer, prompt_ids
@@ -38,13 +41,22 @@ def run(stage: Stage) -> None:
     verify_files(DRAFT, draft)
 
     window, trusted = samples.params["sample"]["max_model_len"], stage.params.verifier.trust_remote_code
-    greeting = prompt_ids(load_tokenizer(verifier, trusted), [{"role": "user", "content": GREETING}])
+    tokenizer = load_tokenizer(verifier, trusted)
+    render = partial(prompt_ids, tokenizer)
+    questions = Asked(
+        read_questions(params.questions), render, partial(tokenizer.decode, skip_special_tokens=True), window
+    )
+    greeting = render([{"role": "user", "content": GREETING}])
+    limit, sweep = samples.decisions["max_new_tokens"], [number for number in params.sweep if number != k]
+    plan = Plan(eval_samples(params.num_prompts), questions, limit, greeting, sweep)
     server = ServerSettings(verifier.path, window, read_machine(), trusted, DRAFT, k)
-    measured = measure(stage, server, eval_samples(params.num_prompts), samples.decisions["max_new_tokens"], greeting)
+    measured = measure(server, plan, read_walks(DRAFT), stage.scratch)
+    stage.figures.update(measured.figures)
     report = build_report(measured, walked(draft, k), walked(draft, k, loops=False))
     complete = require_gates(report, params, stage.scratch / "serve_test.json")
     write_json(stage.out("reports/serve_test.json"), complete)
     write_text(stage.out("reports/acceptance.csv"), acceptance_csv(complete))
+    write_text(stage.out("reports/speed.csv"), speed_csv(complete))
     write_release(stage.out("data/release"), DRAFT, Release(draft, samples, complete, checks, stage.values, engines))
     print(f"serve-test: {len(complete['gates'])} gates passed; the checkpoint is data/release")
 
@@ -55,25 +67,6 @@ def eval_samples(num_prompts: int) -> list[Sample]:
     if not chosen:
         raise invalid("no-eval-samples", "data/samples", "none in the split eval", "some", "raise sample.eval_percent")
     return chosen
-
-
-def measure(stage: Stage, server: ServerSettings, asked: list[Sample], limit: int, greeting: list[int]) -> Measured:
-    """Every prompt with the draft and without it, by two servers one after the other, and what parts their answers."""
-    prompts = [Prompt(sample.sample_id, sample.input_ids[: sample.num_prompt], limit) for sample in asked]
-    alone = replace(server, draft=None, num_speculative_tokens=0)
-    one = ask_server(server, stage.scratch / "with_draft.log", prompts, greeting)
-    other = ask_server(alone, stage.scratch / "without_draft.log", prompts, greeting)
-    for name, served in (("with_draft", one), ("without_draft", other)):
-        stage.figures[f"server_start_seconds_{name}"] = round(served.start_seconds, 1)
-        stage.figures[f"asking_seconds_{name}"] = round(sum(answer.seconds for answer in served.answers), 1)
-    answers = zip(prompts, other.answers, one.answers, strict=True)
-    parted = (
-        first_difference(prompt.sample_id, prompt.input_ids, (a.token_ids, b.token_ids)) for prompt, a, b in answers
-    )
-    judgements = judge(server.verifier, filter(None, parted), server.trust_remote_code)
-    sampled = [sample.input_ids[sample.num_prompt :] for sample in asked]
-    right, k = read_walks(DRAFT), server.num_speculative_tokens
-    return Measured(prompts, one.answers, other.answers, sampled, judgements, one.counted, right, k)
 
 
 if __name__ == "__main__":

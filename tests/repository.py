@@ -37,6 +37,7 @@ TINY = {
         "num_prompts": 3,
         "min_rounds": 1,
         "min_acceptance_length": 1.0,
+        "min_position_0_rate": 0.0,
         "max_gap_to_walk": 3.0,
         "max_tie_fraction": 1.0,
     },

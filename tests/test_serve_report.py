@@ -11,7 +11,8 @@ from eagle3.manifests import Manifest
 from eagle3.params import ServeTestParams
 from eagle3.problems import InvalidInput
 from eagle3.serve.greedy_ties import Judgement
-from eagle3.serve.serve_report import Measured, acceptance_csv, build_report, gates, report_lines, require_gates, walked
+from eagle3.serve.measuring import Measured
+from eagle3.serve.serve_report import acceptance_csv, build_report, gates, report_lines, require_gates, walked
 from eagle3.serve.serving import Answer, Prompt
 
 # Two prompts; k = 2. The second answer repeats itself, and the server counted two drafts past its end.
@@ -21,7 +22,7 @@ WALK = Acceptance(7, (5, 4))
 # What training found right at each place of the sampled answers (the same as the served ones): two rounds of four
 # tokens and five of twelve, where the server and the walk agree.
 RIGHT = {"a": [1, 0, 0], "b": [0, 2, 0, 0, 2, 0, 0, 2, 0, 0, 1]}
-BOUNDS = ServeTestParams(2, 2, 7, 1.5, 0.1, 0.5)
+BOUNDS = ServeTestParams("greedy", 2, [], 2, [], 7, 1.5, 0.5, 0.1, 0.5)
 
 
 def measured(sampled: list[list[int]] | None = None, judgements: tuple[Judgement, ...] = (), right=RIGHT) -> Measured:
@@ -30,7 +31,7 @@ def measured(sampled: list[list[int]] | None = None, judgements: tuple[Judgement
     sampled = [one.token_ids for one in answers] if sampled is None else sampled
     counted = acceptance_of_counts(ONE.accepted + TWO.accepted, 2)
     prompts = [Prompt("a", [1, 2], 12), Prompt("b", [1, 2], 12)]
-    return Measured(prompts, answers, slower, sampled, list(judgements), counted, right, 2)
+    return Measured(prompts, answers, slower, sampled, list(judgements), counted, right, 2, [], [], {}, {})
 
 
 def report_of(*arguments, walk: Acceptance = WALK):
@@ -98,14 +99,15 @@ def test_ties_are_counted_and_faults_fail():
 
 
 def test_a_missed_gate_names_its_parameter_its_value_and_a_remedy(tmp_path, capsys):
-    harder = ServeTestParams(2, 2, 750, 2.5, 0.2, 0.0)
+    harder = ServeTestParams("greedy", 2, [], 2, [], 750, 2.5, 0.9, 0.2, 0.0)
     with pytest.raises(InvalidInput) as caught:
         require_gates(report_of(), harder, tmp_path / "kept.json")
     found = {problem.where: problem for problem in caught.value.problems}
-    assert set(found) == {"serve_test.min_rounds", "serve_test.min_acceptance_length"}
+    names = ("min_rounds", "min_acceptance_length", "min_position_0_rate")
+    assert set(found) == {f"serve_test.{name}" for name in names}
     assert found["serve_test.min_rounds"].found == "rounds = 7"
     assert "sample.max_eval" in found["serve_test.min_rounds"].fix
-    assert len(caught.value.problems) == 3  # with loops and without
+    assert len(caught.value.problems) == 4  # the length twice: with loops and without
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert kept["gates"]["rounds"] == {"value": 7, "at_least": 750, "passed": False}
     printed = capsys.readouterr().out
@@ -114,7 +116,7 @@ def test_a_missed_gate_names_its_parameter_its_value_and_a_remedy(tmp_path, caps
 
 
 def test_with_all_gates_passed_the_report_carries_them(tmp_path):
-    passing = ServeTestParams(2, 2, 7, 1.0, 0.2, 0.0)
+    passing = ServeTestParams("greedy", 2, [], 2, [], 7, 1.0, 0.0, 0.2, 0.0)
     complete = require_gates(report_of(), passing, tmp_path / "kept.json")
     assert all(gate["passed"] for gate in complete["gates"].values())
     assert json.loads((tmp_path / "kept.json").read_text()) == complete

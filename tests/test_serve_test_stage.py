@@ -26,7 +26,14 @@ PROMPTS = [[1, 60, 61, last] for last in (5, 6, 50, 100, 150, 200, 250, 300)]
 PARAMS = {
     "verifier": {"source": "verifier"},
     "sample": {"max_new_tokens": MAX_NEW_TOKENS, "max_model_len": 128, "sources": [{"file": "tiny.jsonl"}]},
-    "serve_test": {"min_rounds": 50, "min_acceptance_length": 1.2, "max_gap_to_walk": 0.001},
+    "serve_test": {
+        "min_rounds": 50,
+        "min_acceptance_length": 1.2,
+        "min_position_0_rate": 0.2,
+        "max_gap_to_walk": 0.001,
+        "questions": ["two.jsonl"],
+        "sweep": [1, 3],
+    },
 }
 
 
@@ -82,6 +89,11 @@ def write_inputs(folder: Path) -> None:
         folder / "data/draft",
         Manifest("flatten", {}, {"checkpoints": checkpoints.as_dict()}, identity, decisions={"epoch": 0}),
     )
+    (folder / "data/questions").mkdir()
+    rows = [{"turns": ["Hello there", "And again"], "category": "greeting"}, {"turns": ["word " * 200]}]
+    (folder / "data/questions/two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for command in (["init", "-q"], ["add", "data/questions/two.jsonl"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
     report = {"epochs": {"epoch_0": {"verdict": "ok", "problems": []}}, "errors": 0, "warnings": 0}
     (folder / "reports").mkdir()
     (folder / "reports/validate_config.json").write_text(json.dumps(report))
@@ -147,7 +159,7 @@ def test_answers_are_those_of_the_samples_with_and_without_the_draft(released, r
     report = json.loads((repository / "reports/serve_test.json").read_text())
     rows = read_samples(repository / "data/samples")
     assert report["new_tokens"] == sum(sum(one.loss_mask) for one in rows)
-    assert report["greedy"] == {"equal": len(rows), "ties": 0, "faults": 0, "tie_fraction": 0.0, "differences": []}
+    assert report["greedy"] == {"equal": len(rows) + 2, "ties": 0, "faults": 0, "tie_fraction": 0.0, "differences": []}
     assert report["samples_reproduced"]["share"] == 1.0
     assert all(gate["passed"] for gate in report["gates"].values())
 
@@ -172,6 +184,28 @@ def test_the_release_is_the_draft_with_its_lineage_and_a_card(released, reposito
     assert "7 gates passed" in printed
     everything = "".join(path.read_text() for path in folder.glob("*.json")) + card
     assert str(repository) not in everything
+
+
+@pytest.mark.engine
+def test_questions_are_asked_turn_by_turn_and_judged_like_prompts(released):
+    report = json.loads((released[0] / "serve_test.json").read_text())
+    questions = report["questions"]
+    assert questions["turns"] == 2
+    assert questions["too_long"] == ["two.jsonl:2:1"]
+    assert list(questions["by_category"]) == ["greeting"]
+    assert questions["by_category"]["greeting"]["turns"] == 2
+    assert report["greedy"]["equal"] == len(PROMPTS) + 2
+
+
+@pytest.mark.engine
+def test_each_number_of_drafted_tokens_has_its_row(released, repository):
+    rows = (repository / "reports/speed.csv").read_text().splitlines()
+    assert rows[0] == "num_speculative_tokens,acceptance_length,tokens_per_second,speed_up"
+    assert [row.split(",")[0] for row in rows[1:]] == ["0", "1", "3"]
+    # the draft's first step alone is ever right
+    lengths = [float(row.split(",")[1]) for row in rows[1:]]
+    assert lengths[0] == 1.0
+    assert lengths[1] == lengths[2] > 1.2
 
 
 @pytest.mark.engine

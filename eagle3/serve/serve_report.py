@@ -10,63 +10,28 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from eagle3.acceptance import Acceptance, acceptance_of, acceptance_of_counts, bootstrap_interval, walk, without_loops
+from eagle3.acceptance import Acceptance, acceptance_of_counts, bootstrap_interval
 from eagle3.atomic_files import write_json
 from eagle3.manifests import Manifest
 from eagle3.params import ServeTestParams
 from eagle3.problems import InvalidInput, Problem
 from eagle3.serve.greedy_ties import Judgement
-from eagle3.serve.serving import Answer, Prompt, tokens_per_second
+from eagle3.serve.measuring import Measured
+from eagle3.serve.serve_groups import (
+    by_context_length,
+    detail_lines,
+    questions_report,
+    speed_by_drafts,
+    speed_report,
+    total_of,
+)
 
 # Below this share of reproduced answers, the verifier that is served is not the one that was sampled.
 MIN_REPRODUCED = 0.9
 Report = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One run: prompts, their answers by both servers and in data/samples, and the judged differences between servers.
-
-    counted: what the server with the draft counted for all prompts, k drafts a round. right: what training found right
-    in each sampled answer (`eagle3.drafts.walk_files`).
-    """
-
-    prompts: list[Prompt]
-    with_draft: list[Answer]
-    without_draft: list[Answer]
-    sampled: list[list[int]]
-    judgements: list[Judgement]
-    counted: Acceptance
-    right: dict[str, list[int]]
-    k: int
-
-    def acceptances(self, loops: bool = True) -> list[Acceptance]:
-        """Per prompt, counted as the walk counts; without `loops`, rounds inside a repeated 8-gram are left out."""
-        found = []
-        for prompt, answer in zip(self.prompts, self.with_draft, strict=True):
-            rounds = answer.rounds(len(prompt.input_ids))
-            kept = rounds if loops else without_loops(rounds, [*prompt.input_ids, *answer.token_ids])
-            found.append(acceptance_of(kept, self.k))
-        return found
-
-    def num_reproduced(self) -> int:
-        pairs = zip(self.without_draft, self.sampled, strict=True)
-        return sum(answer.token_ids == sampled for answer, sampled in pairs)
-
-    def against_walk(self) -> list[tuple[Acceptance, Acceptance]]:
-        """Per prompt, what the server and what the walk of training accepted, over the tokens that both saw."""
-        pairs = []
-        for prompt, answer, sampled in zip(self.prompts, self.with_draft, self.sampled, strict=True):
-            shared = sum(takewhile(bool, map(int.__eq__, answer.token_ids, sampled)))
-            right_n, n0 = self.right.get(prompt.sample_id, [])[: max(0, shared - 1)], len(prompt.input_ids)
-            rounds = answer.rounds(n0, len(right_n) + 1), walk(right_n, n0, self.k)
-            pairs.append((acceptance_of(rounds[0], self.k), acceptance_of(rounds[1], self.k)))
-        return pairs
 
 
 def walked(draft: Manifest, k: int, loops: bool = True) -> Report:
@@ -81,40 +46,34 @@ def build_report(measured: Measured, walk: Report, walk_without_loops: Report) -
 
     walk, walk_without_loops: `Acceptance.as_dict()` of the served epoch over the eval split, at k.
     """
-    num_prompts = len(measured.prompts)
+    num_prompts, k = len(measured.prompts), measured.k
     reproduced = measured.num_reproduced()
-    per_prompt = [acceptance_of_counts(answer.accepted, measured.k) for answer in measured.with_draft]
-    rates = tokens_per_second(measured.with_draft), tokens_per_second(measured.without_draft)
+    per_prompt = [acceptance_of_counts(answer.accepted, k) for answer in measured.with_draft]
     return {
         "prompts": num_prompts,
         "new_tokens": sum(len(answer.token_ids) for answer in measured.with_draft),
-        "num_speculative_tokens": measured.k,
+        "num_speculative_tokens": k,
         "served": _with_interval(measured.counted, per_prompt),
-        "served_without_loops": _with_interval(None, measured.acceptances(loops=False)),
+        "served_without_loops": _with_interval(None, measured.without_loops()),
         "walk": walk,
         "walk_without_loops": walk_without_loops,
         "against_walk": _against_walk(measured.against_walk()),
+        "by_context_length": by_context_length(measured.rounds(), k),
         "samples_reproduced": {"prompts": reproduced, "share": round(reproduced / num_prompts, 6)},
-        "greedy": _greedy(measured.judgements, num_prompts),
-        "speed": {
-            "tokens_per_second_with_draft": round(rates[0], 2),
-            "tokens_per_second_without_draft": round(rates[1], 2),
-            "speed_up": round(rates[0] / rates[1], 3),
-            "first_token_seconds_with_draft": round(median(one.first_token_seconds for one in measured.with_draft), 4),
-            "first_token_seconds_without_draft": round(
-                median(one.first_token_seconds for one in measured.without_draft), 4
-            ),
-        },
+        "greedy": _greedy(measured.judgements, num_prompts + len(measured.turns)),
+        "questions": questions_report(measured.turns, measured.too_long, k),
+        "speed": speed_report(measured.with_draft, measured.without_draft),
+        "speed_by_drafts": speed_by_drafts(measured),
     }
 
 
 def _with_interval(total: Acceptance | None, per_prompt: Sequence[Acceptance]) -> Report:
     low, high = bootstrap_interval(per_prompt)
-    return {**(total or _sum(per_prompt)).as_dict(), "interval_95": [round(low, 6), round(high, 6)]}
+    return {**(total or total_of(per_prompt)).as_dict(), "interval_95": [round(low, 6), round(high, 6)]}
 
 
 def _against_walk(pairs: Sequence[tuple[Acceptance, Acceptance]]) -> Report:
-    served, walked = (_sum([pair[side] for pair in pairs]) for side in (0, 1))
+    served, walked = (total_of([pair[side] for pair in pairs]) for side in (0, 1))
     gap = round(abs(served.length - walked.length), 6) if served.rounds else None
     return {
         "prompts": sum(pair[0].rounds > 0 for pair in pairs),
@@ -134,13 +93,6 @@ def _greedy(judgements: Sequence[Judgement], num_prompts: int) -> Report:
         "tie_fraction": round(ties / num_prompts, 6),
         "differences": [judgement.as_dict() for judgement in judgements],
     }
-
-
-def _sum(parts: Sequence[Acceptance]) -> Acceptance:
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 @dataclass(frozen=True)
@@ -182,10 +134,12 @@ def gates(report: Report, params: ServeTestParams) -> list[Gate]:
     section, minimum = "serve_test", params.min_acceptance_length
     served, free, greedy = report["served"], report["served_without_loops"], report["greedy"]
     length, ties = f"{section}.min_acceptance_length", f"{section}.max_tie_fraction"
+    first = f"{section}.min_position_0_rate"
     return [
         Gate("rounds", f"{section}.min_rounds", served["rounds"], True, params.min_rounds, ASK_MORE),
         Gate("acceptance_length", length, served["acceptance_length"], True, minimum, TRAIN_MORE),
         Gate("acceptance_length_without_loops", length, free["acceptance_length"], True, minimum, TRAIN_MORE),
+        Gate("position_0_rate", first, served["rate_per_position"][0], True, params.min_position_0_rate, TRAIN_MORE),
         Gate(
             "gap_to_walk",
             f"{section}.max_gap_to_walk",
@@ -245,7 +199,9 @@ def report_lines(report: Report) -> str:
             f"greedy answers        {greedy['equal']} equal with and without the draft, {greedy['ties']} near-ties, "
             f"{greedy['faults']} faults; {report['samples_reproduced']['prompts']} as in data/samples",
             f"tokens/s              {speed['tokens_per_second_with_draft']} with the draft, "
-            f"{speed['tokens_per_second_without_draft']} without: {speed['speed_up']} times",
+            f"{speed['tokens_per_second_without_draft']} without: {speed['speed_up']} times "
+            f"(95%: {speed['speed_up_interval_95'][0]:.2f} to {speed['speed_up_interval_95'][1]:.2f})",
+            *detail_lines(report),
         ]
     )
 

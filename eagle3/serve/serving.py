@@ -8,7 +8,8 @@ around all prompts, must give the same sums.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,22 +200,13 @@ class Client:
             )
 
 
-@dataclass(frozen=True)
-class Served:
-    """What one server said to all prompts, what it counted meanwhile, and how long it took to start."""
-
-    answers: list[Answer]
-    counted: Acceptance
-    start_seconds: float
-
-
-def ask_server(settings: ServerSettings, log: Path, prompts: Sequence[Prompt], greeting: list[int]) -> Served:
-    """All prompts to a server of their own. greeting: the ids to which the chat template renders `GREETING`."""
+@contextmanager
+def opened_client(settings: ServerSettings, log: Path, greeting: list[int]) -> Iterator[Client]:
+    """A client of a server of its own. greeting: the ids to which the chat template renders `GREETING`."""
     with vllm_server(settings, log) as server:
         client = Client(server, settings.num_speculative_tokens)
         client.check_chat(GREETING, greeting)
-        answers, counters = client.ask_all(prompts, f"asked {'with' if settings.draft else 'without'} the draft")
-        return Served(answers, counters.acceptance, server.start_seconds)
+        yield client
 
 
 def tokens_per_second(answers: Sequence[Answer]) -> float:
