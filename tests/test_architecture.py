@@ -34,7 +34,7 @@ OWNERS = {
         *("engine_load", "extraction", "greedy_ties", "hidden_states", "hidden_states_connector", "shard_file"),
         *("training", "training_data", "vllm_command", "vllm_engine"),
     },
-    "tqdm": {"answers", "extraction", "serving", "training_curves"},
+    "tqdm": {"answers", "extraction", "question_turns", "serving", "training_curves"},
     "transformers": {"chat_tokenizer", "cpu_draft", "dequantise", "draft_model", "greedy_ties"},
     "vllm": {"answers", "engine_load", "extraction", "hidden_states_connector", "vllm_engine"},
 }
