@@ -23,6 +23,7 @@ from eagle3.serve.release import Release, read_passed_checks, require_one_lineag
 from eagle3.serve.serve_groups import speed_csv
 from eagle3.serve.serve_report import acceptance_csv, build_report, require_gates, walked
 from eagle3.serve.serving import GREETING
+from eagle3.serve.suite import TOOL_PARSER
 from eagle3.serve.vllm_command import ServerSettings
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.verifiers.chat_tokenizer import load_tokenizer, prompt_ids
@@ -48,8 +49,10 @@ def run(stage: Stage) -> None:
     )
     greeting = render([{"role": "user", "content": GREETING}])
     limit, sweep = samples.decisions["max_new_tokens"], [number for number in params.sweep if number != k]
-    plan = Plan(eval_samples(params.num_prompts), questions, limit, greeting, sweep)
-    server = ServerSettings(verifier.path, window, read_machine(), trusted, DRAFT, k)
+    full = params.suite == "full"
+    plan = Plan(eval_samples(params.num_prompts), questions, limit, greeting, sweep, full)
+    parser = TOOL_PARSER if full else ""
+    server = ServerSettings(verifier.path, window, read_machine(), trusted, DRAFT, k, tool_parser=parser)
     measured = measure(server, plan, read_walks(DRAFT), stage.scratch)
     stage.figures.update(measured.figures)
     report = build_report(measured, walked(draft, k), walked(draft, k, loops=False))

@@ -24,7 +24,7 @@ OWNERS = {
     "jinja2": {"chat_tokenizer"},
     "loguru": {"draft_model"},
     "numpy": {"verifier_values", "vocab_map", "weight_values"},
-    "openai": {"serving"},
+    "openai": {"serving", "suite"},
     "prometheus_client": {"serving"},
     "pyarrow": {"samples"},
     "safetensors": {"checkpoints", "engine_load", "hidden_states", "vocab_map"},
@@ -34,7 +34,7 @@ OWNERS = {
         *("engine_load", "extraction", "greedy_ties", "hidden_states", "hidden_states_connector", "shard_file"),
         *("training", "training_data", "vllm_command", "vllm_engine"),
     },
-    "tqdm": {"answers", "extraction", "question_turns", "serving", "training_curves"},
+    "tqdm": {"answers", "extraction", "question_turns", "serving", "suite", "training_curves"},
     "transformers": {"chat_tokenizer", "cpu_draft", "dequantise", "draft_model", "greedy_ties"},
     "vllm": {"answers", "engine_load", "extraction", "hidden_states_connector", "vllm_engine"},
 }

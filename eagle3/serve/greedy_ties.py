@@ -24,18 +24,22 @@ class Difference:
     """The first place where two answers to one prompt part.
 
     context: the token ids before it, prompt included. index: its place in the answer. tokens: what was said there
-    without and with the draft; None where that answer had ended.
+    without and with the draft; None where that answer had ended. constrained: a grammar chose among some tokens only.
     """
 
     sample_id: str
     context: list[int]
     index: int
     tokens: tuple[int | None, int | None]
+    constrained: bool = False
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A difference in numbers: how far below the top logit both tokens lie, in bf16 steps at the top logit."""
+    """A difference in numbers: how far below the top logit both tokens lie, in bf16 steps at the top logit.
+
+    The top is that of all tokens or, where a grammar constrained the choice, the higher of the two.
+    """
 
     sample_id: str
     index: int
@@ -98,6 +102,7 @@ def judge(verifier: Path, differences: Iterable[Difference], trust_remote_code: 
 
 
 def _judgement(difference: Difference, logits_V: list[float]) -> Judgement:
-    top = max(logits_V)
+    said = [logits_V[token] for token in difference.tokens if token is not None]
+    top = max(said if difference.constrained and said else logits_V)
     steps = [None if token is None else (top - logits_V[token]) / bf16_step(top) for token in difference.tokens]
     return Judgement(difference.sample_id, difference.index, difference.tokens, top, (steps[0], steps[1]))

@@ -12,6 +12,7 @@ from eagle3.sampling.samples import Sample
 from eagle3.serve.greedy_ties import Difference, Judgement, first_difference, judge
 from eagle3.serve.question_turns import Asked, Turn, ask_questions
 from eagle3.serve.serving import Answer, Client, Counters, Prompt, opened_client
+from eagle3.serve.suite import Suite, differences, run_suite
 from eagle3.serve.vllm_command import ServerSettings
 
 
@@ -19,7 +20,8 @@ from eagle3.serve.vllm_command import ServerSettings
 class Plan:
     """What is asked: the eval samples, questions, and how many tokens an answer may have.
 
-    greeting: the ids to which sampling renders `serving.GREETING`. sweep: further numbers of drafted tokens.
+    greeting: the ids to which sampling renders `serving.GREETING`. sweep: further numbers of drafted tokens. full: the
+    suite too.
     """
 
     samples: list[Sample]
@@ -27,6 +29,7 @@ class Plan:
     limit: int
     greeting: list[int]
     sweep: list[int]
+    full: bool
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -39,7 +42,8 @@ class Measured:
 
     counted: what the server with the draft counted for all prompts, k drafts a round. right: what training found right
     in each sampled answer (`eagle3.drafts.walk_files`). turns: the questions with both servers' answers;
-    too_long: ids of turns that do not fit. sweep: number of drafted tokens -> answers. figures: seconds by name.
+    too_long: ids of turns that do not fit. sweep: number of drafted tokens -> answers. suites: with the draft and
+    without it. figures: seconds by name.
     """
 
     prompts: list[Prompt]
@@ -53,7 +57,13 @@ class Measured:
     turns: list[Turn]
     too_long: list[str]
     sweep: dict[int, list[Answer]]
+    suites: tuple[Suite, Suite] | None
     figures: dict[str, float]
+
+    @property
+    def num_compared(self) -> int:
+        """Greedy answers that both servers gave."""
+        return len(self.prompts) + len(self.turns) + (len(self.suites[0].probes) if self.suites else 0)
 
     def rounds(self) -> list[list[Round]]:
         """Per prompt, counted as the walk counts."""
@@ -87,10 +97,12 @@ def measure(settings: ServerSettings, plan: Plan, right: dict[str, list[int]], l
     with opened_client(settings, logs / "with_draft.log", plan.greeting) as client:
         answers, counters = _ask(client, plan.prompts, "with_draft", figures)
         turns, too_long = ask_questions(client, plan.questions, plan.limit)
+        suite = run_suite(client, plan.prompts) if plan.full else None
     alone = replace(settings, draft=None, num_speculative_tokens=0)
     with opened_client(alone, logs / "without_draft.log", plan.greeting) as client:
         others, _ = _ask(client, plan.prompts, "without_draft", figures)
         turns = [replace(turn, other=client.ask(turn.prompt)) for turn in turns]
+        suites = (suite, run_suite(client, plan.prompts, suite.stop)) if suite else None
     sweep = {}
     for k in plan.sweep:
         more = replace(settings, num_speculative_tokens=k)
@@ -101,10 +113,11 @@ def measure(settings: ServerSettings, plan: Plan, right: dict[str, list[int]], l
         *zip(plan.prompts, others, answers, strict=True),
         *((turn.prompt, turn.other, turn.answer) for turn in turns),
     ]
-    judgements = judge(settings.verifier, filter(None, map(_parting, pairs)), settings.trust_remote_code)
+    parted = [*filter(None, map(_parting, pairs)), *(differences(*suites) if suites else [])]
+    judgements = judge(settings.verifier, parted, settings.trust_remote_code)
     k, counted = settings.num_speculative_tokens, counters.acceptance
     return Measured(
-        plan.prompts, answers, others, sampled, judgements, counted, right, k, turns, too_long, sweep, figures
+        plan.prompts, answers, others, sampled, judgements, counted, right, k, turns, too_long, sweep, suites, figures
     )
 
 

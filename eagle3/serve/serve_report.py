@@ -28,6 +28,7 @@ from eagle3.serve.serve_groups import (
     speed_report,
     total_of,
 )
+from eagle3.serve.suite import suite_lines, suite_report
 
 # Below this share of reproduced answers, the verifier that is served is not the one that was sampled.
 MIN_REPRODUCED = 0.9
@@ -60,8 +61,9 @@ def build_report(measured: Measured, walk: Report, walk_without_loops: Report) -
         "against_walk": _against_walk(measured.against_walk()),
         "by_context_length": by_context_length(measured.rounds(), k),
         "samples_reproduced": {"prompts": reproduced, "share": round(reproduced / num_prompts, 6)},
-        "greedy": _greedy(measured.judgements, num_prompts + len(measured.turns)),
+        "greedy": _greedy(measured.judgements, measured.num_compared),
         "questions": questions_report(measured.turns, measured.too_long, k),
+        "suite": suite_report(*measured.suites, k) if measured.suites else None,
         "speed": speed_report(measured.with_draft, measured.without_draft),
         "speed_by_drafts": speed_by_drafts(measured),
     }
@@ -158,7 +160,15 @@ def gates(report: Report, params: ServeTestParams) -> list[Gate]:
         ),
         Gate("greedy_faults", "greedy answers", greedy["faults"], False, 0, ENGINE_FAULT),
         Gate("tie_fraction", ties, greedy["tie_fraction"], False, params.max_tie_fraction, ASK_MORE),
+        *_suite_gates(report["suite"]),
     ]
+
+
+def _suite_gates(suite: Report | None) -> list[Gate]:
+    if suite is None:
+        return []
+    fix = f"{ENGINE_FAULT}: {'; '.join(suite['faults'])}"
+    return [Gate("suite_faults", "serve_test.suite", len(suite["faults"]), False, 0, fix)]
 
 
 def require_gates(report: Report, params: ServeTestParams, keep: Path) -> Report:
@@ -202,6 +212,7 @@ def report_lines(report: Report) -> str:
             f"{speed['tokens_per_second_without_draft']} without: {speed['speed_up']} times "
             f"(95%: {speed['speed_up_interval_95'][0]:.2f} to {speed['speed_up_interval_95'][1]:.2f})",
             *detail_lines(report),
+            *(suite_lines(report["suite"]) if report["suite"] else []),
         ]
     )
 

@@ -100,21 +100,21 @@ def parse_counters(metrics: str, k: int) -> Counters:
 
 
 class Client:
-    """Greedy requests to one server, one at a time. k = the number of drafted tokens, 0 without a draft."""
+    """Requests to one server. k = the number of drafted tokens, 0 without a draft."""
 
     def __init__(self, server: Server, k: int) -> None:
         self.server, self.k = server, k
         # no proxy of the environment, and no retry: a second try would be counted by the server
         http = DefaultHttpxClient(trust_env=False, timeout=REQUEST_TIMEOUT_SECONDS)
-        self._openai = OpenAI(base_url=server.base_url, api_key="none", max_retries=0, http_client=http)
+        self.openai = OpenAI(base_url=server.base_url, api_key="none", max_retries=0, http_client=http)
 
-    def ask(self, prompt: Prompt) -> Answer:
+    def ask(self, prompt: Prompt, temperature: float = 0.0) -> Answer:
         """Stream the answer to `prompt.input_ids`; `InvalidInput` if the server dies, refuses, or read other ids."""
         start = time.perf_counter()
         tokens: list[int] = []
         first, echoed, finish, accepted = 0.0, None, "", None
         try:
-            for event in self._stream(prompt):
+            for event in self._stream(prompt, temperature):
                 for choice in event["choices"]:
                     echoed = choice.get("prompt_token_ids") or echoed
                     tokens += choice.get("token_ids") or []
@@ -128,12 +128,12 @@ class Client:
         self._check(prompt, answer, echoed)
         return answer
 
-    def _stream(self, prompt: Prompt) -> Any:
-        stream = self._openai.completions.create(
+    def _stream(self, prompt: Prompt, temperature: float) -> Any:
+        stream = self.openai.completions.create(
             model=self.server.name,
             prompt=prompt.input_ids,
             max_tokens=prompt.max_new_tokens,
-            temperature=0.0,
+            temperature=temperature,
             stream=True,
             # the last event, after the usage, carries the rounds
             stream_options={"include_usage": True},
@@ -179,7 +179,7 @@ class Client:
     def check_chat(self, content: str, rendered: list[int]) -> None:
         """One chat completion: it is answered, and the server renders `content` to the ids that sampling rendered."""
         try:
-            reply = self._openai.chat.completions.create(
+            reply = self.openai.chat.completions.create(
                 model=self.server.name,
                 messages=[{"role": "user", "content": content}],
                 max_tokens=CHAT_TOKENS,

@@ -32,6 +32,8 @@ class ServerSettings:
     draft: Path | None = None
     num_speculative_tokens: int = 0
     enforce_eager: bool = True
+    # the name of vLLM's parser where tools may be called
+    tool_parser: str = ""
 
 
 def server_command(settings: ServerSettings, name: str, port: int) -> list[str]:
@@ -47,6 +49,8 @@ def server_command(settings: ServerSettings, name: str, port: int) -> list[str]:
     ]
     if settings.enforce_eager:
         command.append("--enforce-eager")
+    if settings.tool_parser:
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
     if settings.trust_remote_code:
         command.append("--trust-remote-code")
     if settings.draft is not None:
