@@ -181,7 +181,7 @@ def test_the_release_is_the_draft_with_its_lineage_and_a_card(released, reposito
     card = (folder / "README.md").read_text()
     assert '--speculative-config \'{"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 3}\'' in card
     assert "tiny.jsonl" in card
-    assert "7 gates passed" in printed
+    assert "8 gates passed" in printed
     everything = "".join(path.read_text() for path in folder.glob("*.json")) + card
     assert str(repository) not in everything
 
