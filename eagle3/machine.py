@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from eagle3.params import StrictValidator, integer, section_schema
+from eagle3.params import StrictValidator, integer, number, section_schema
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.yaml12 import read_yaml
 
@@ -22,6 +22,8 @@ class Machine:
     cpu_threads: int | None = integer(1, nullable=True)
     kv_cache_gib: int | None = integer(1, nullable=True)
     port: int | None = integer(1, 65535, nullable=True)
+    # minutes between two states of a training run, 0 = after every step; null = at most 2% of the time goes into them
+    save_state_minutes: float | None = number(0.0, 1e6, nullable=True)
 
 
 def cores_by_rank(num_ranks: int, num_threads: int | None = None) -> str:

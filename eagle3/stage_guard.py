@@ -49,7 +49,8 @@ class Stage:
     """One run of a stage.
 
     params: records of the declared sections (`stage.params.train.epochs`); `values` is the same as plain JSON for
-    the manifest. scratch: survives a kill, keyed by the digest of the inputs. figures: numbers for `runs.jsonl`.
+    the manifest. scratch: survives a kill, keyed by the digest of the inputs; `spent`: the part of it that nobody needs
+    once the outputs are published. figures: numbers for `runs.jsonl`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Stage:
     scratch: Path
     shared_scratch: Path
     figures: dict[str, float] = field(default_factory=dict)
+    spent: list[Path] = field(default_factory=list)
     _outs: dict[Path, Path] = field(default_factory=dict)
 
     def out(self, target: str) -> Path:
@@ -73,7 +75,8 @@ class Stage:
         for target, staged in self._outs.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             (publish_directory if staged.is_dir() else publish_file)(staged, target)
-        shutil.rmtree(self.scratch / "out", ignore_errors=True)
+        for path in (self.scratch / "out", *self.spent):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def run_stage(name: str, body: Callable[[Stage], None]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from eagle3.atomic_files import write_json
+from eagle3.atomic_files import publish_directory, write_json
 from eagle3.drafts.checkpoints import write_epoch
 from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.drafts.draft_model import build_draft, draft_steps, read_vocabulary
@@ -20,6 +20,7 @@ from eagle3.drafts.training_data import PackedRows, check_inputs, read_documents
 from eagle3.drafts.training_report import Record, best_epoch, epoch_record, progress, verdict, write_reports
 from eagle3.drafts.walk_files import write_walks
 from eagle3.engines import require_engine
+from eagle3.formats.json_files import read_json_object
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, read_manifest, write_manifest
 from eagle3.stage_guard import Stage, run_stage
@@ -38,7 +39,8 @@ def run(stage: Stage) -> None:
     check_inputs(hidden, vocab_map, verifier)
     sizes = vocab_map.decisions["draft_vocab_size"], hidden.decisions["aux_layer_ids"]
     architecture = resolve_architecture(stage.params.draft, verifier.text_config, *sizes)
-    use_threads(read_machine().cpu_threads)
+    machine = read_machine()
+    use_threads(machine.cpu_threads)
 
     states = HiddenStates(HIDDEN_STATES)
     documents = read_documents(states, params.total_seq_len, params.ttt_steps)
@@ -49,17 +51,22 @@ def run(stage: Stage) -> None:
     vocabulary = read_vocabulary(VOCAB_MAP, architecture)
     model = build_draft(architecture, verifier, vocabulary, params.ttt_steps, seed)
 
-    checkpoints = stage.out("data/checkpoints")
-    records: list[Record] = []
+    # what a killed run goes on with: the state of training, and whatever it had finished
+    kept = stage.scratch / "training"
 
     def close_epoch(epoch: int, metrics: EpochMetrics) -> None:
-        place = write_epoch(checkpoints, epoch, model, verifier.source)
+        place = write_epoch(kept / "checkpoints", epoch, model, verifier.source)
         walked = predict(draft_steps(model), walk_rows, vocabulary and vocabulary[0])
         write_walks(place, {one.sample_id: one.right_n for one in walked if one.split == "eval"})
-        records.append(epoch_record(epoch, metrics, walk_table(walked), walk_table(walked, loops=False)))
-        announce(progress(records[-1], params.ttt_steps))
+        record = epoch_record(epoch, metrics, walk_table(walked), walk_table(walked, loops=False))
+        write_json(kept / f"epoch_{epoch}.json", record)
+        announce(progress(record, params.ttt_steps))
 
-    done = train(model, params, (train_rows, val_rows), stage.scratch / "trainer", close_epoch)
+    save_every = None if machine.save_state_minutes is None else 60 * machine.save_state_minutes
+    done = train(model, params, (train_rows, val_rows), kept, close_epoch, save_every)
+    records: list[Record] = [read_json_object(kept / f"epoch_{n}.json").value for n in range(params.epochs)]
+    checkpoints = stage.out("data/checkpoints")
+    publish_directory(kept / "checkpoints", checkpoints)
     write_json(checkpoints / "verifier_config.json", verifier.config)
     decisions = {
         "best_epoch": best_epoch(records, params.ttt_steps),
@@ -71,7 +78,12 @@ def run(stage: Stage) -> None:
     made = Manifest("train", stage.values, inputs, verifier.identity(), engines, documents.counts(), decisions)
     write_manifest(checkpoints, made)
     write_reports(stage.out, records, params.ttt_steps)
-    stage.figures.update(tokens_per_second=done.token_passes / done.seconds, token_passes=float(done.token_passes))
+    stage.spent.append(kept)
+    stage.figures.update(
+        tokens_per_second=done.token_passes / done.seconds,
+        token_passes=float(done.token_passes),
+        state_seconds=done.saving_seconds,
+    )
     print(f"train: {verdict(records, params.ttt_steps)}")
 
 

@@ -32,7 +32,7 @@ OWNERS = {
     "torch": {
         *("checkpoints", "cpu_attention", "cpu_draft", "cpu_head", "dequantise", "draft_model", "draft_walk"),
         *("engine_load", "extraction", "greedy_ties", "hidden_states", "hidden_states_connector", "shard_file"),
-        *("training", "training_data", "vllm_command", "vllm_engine"),
+        *("training", "training_data", "training_state", "vllm_command", "vllm_engine"),
     },
     "tqdm": {"answers", "extraction", "question_turns", "serving", "suite", "training_curves"},
     "transformers": {"chat_tokenizer", "cpu_draft", "dequantise", "draft_model", "greedy_ties"},

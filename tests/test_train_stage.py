@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from eagle3.manifests import read_manifest, verify_files
 from eagle3.params import VerifierParams
@@ -17,6 +19,7 @@ from tests.repository import environment, make_repository, set_params
 from tests.training_inputs import AUX_LAYER_IDS, write_hidden_states, write_vocab_map
 
 pytestmark = pytest.mark.engine
+SMALL_ROWS = {"train": {"epochs": 12, "total_seq_len": 64}}
 
 
 def train(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -109,6 +112,43 @@ def test_a_second_run_gives_the_same_bytes(trained, untrained):
     assert train(untrained).returncode == 0
     first = read_manifest(folder / "data/checkpoints", "train")
     assert read_manifest(untrained / "data/checkpoints", "train") == first
+
+
+def test_a_run_killed_inside_an_epoch_goes_on_to_the_bytes_of_an_uninterrupted_one(untrained):
+    set_params(untrained, SMALL_ROWS)
+    (untrained / "machine.yaml").write_text("cpu_threads: 1\nsave_state_minutes: 0\n")
+    whole = untrained.with_name("whole")
+    shutil.copytree(untrained, whole)
+    killed_after_a_row_of_the_second_epoch(untrained)
+    assert not (untrained / "data/checkpoints").exists()
+    done = train(untrained)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"train: goes on with row \d+ of epoch [1-9]", done.stderr), done.stderr
+    assert train(whole).returncode == 0
+    manifests = [read_manifest(path / "data/checkpoints", "train") for path in (untrained, whole)]
+    assert manifests[0] == manifests[1]
+    assert len(manifests[0].decisions["epochs"]) == 12
+    verify_files(untrained / "data/checkpoints", manifests[0])
+    for name in ("train.json", "loss.csv", "accuracy.csv"):
+        assert (untrained / "reports" / name).read_bytes() == (whole / "reports" / name).read_bytes()
+    [scratch] = [path for path in (untrained / ".dvc/tmp/eagle3/train").iterdir() if path.is_dir()]
+    assert not list(scratch.iterdir()), "what only a killed run needs is removed"
+
+
+def killed_after_a_row_of_the_second_epoch(folder: Path) -> None:
+    """SIGKILL as soon as the state on disk says so."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stages.train"], cwd=folder, env=environment(), stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None:
+        for path in folder.glob(".dvc/tmp/eagle3/train/*/training/state.pt"):
+            state = torch.load(path, weights_only=True)
+            if state["epoch"] >= 1 and state["step"]:
+                process.kill()
+                process.wait()
+                return
+        time.sleep(0.005)
+    raise AssertionError("it ended before it could be killed")
 
 
 def test_a_map_of_other_samples_is_refused(untrained):

@@ -9,6 +9,7 @@ model.safetensors.index.json   tensor -> file
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ def nested_config(model: Any, source: str) -> dict[str, Any]:
 
 
 def write_epoch(folder: Path, epoch: int, model: Any, source: str) -> Path:
-    """Write one epoch's checkpoint, floats as bfloat16; the frozen shard is linked from the first epoch's."""
+    """Write one epoch's checkpoint, floats as bfloat16; the frozen shard is linked from the first epoch's.
+
+    What a killed run has left in its place is removed.
+    """
     place = epoch_folder(folder, epoch)
+    shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     state = {name: _stored(tensor) for name, tensor in model.state_dict().items() if name not in NOT_SAVED}
     frozen = {name: state.pop(name) for name in FROZEN_TENSORS if name in state}

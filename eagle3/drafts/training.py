@@ -1,4 +1,4 @@
-"""Training by speculators' own Trainer: every setting explicit, its CPU workarounds beside the import."""
+"""Training by speculators' own Trainer: every setting explicit, its CPU workarounds beside the import, exact resume."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.trainer import Trainer, TrainerConfig
 
 from eagle3.drafts.draft_model import INITIAL_STD, device
-from eagle3.drafts.training_curves import EpochMetrics, curves_of
+from eagle3.drafts.training_curves import Curves, EpochMetrics, announce, curves_of
 from eagle3.drafts.training_data import PackedRows
+from eagle3.drafts.training_state import SaveSchedule, load_state, save_state
 from eagle3.params import TrainParams
 from eagle3.problems import invalid
 
@@ -30,10 +31,14 @@ FLEX_BLOCK = 128
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """seconds: in the training loop, without validation. settings: what the run used, for the manifest."""
+    """seconds: in the training loop, without validation, in all runs that led here; saving_seconds: of this run.
+
+    settings: what the run used, for the manifest.
+    """
 
     epochs: tuple[EpochMetrics, ...]
     seconds: float
+    saving_seconds: float
     token_passes: int
     settings: dict[str, Any]
 
@@ -44,18 +49,19 @@ def train(
     rows: tuple[PackedRows, PackedRows],
     folder: Path,
     on_epoch: Callable[[int, EpochMetrics], None],
+    save_every: float | None = None,
 ) -> TrainingRun:
     """Train `model` in place; `on_epoch(number, metrics)` runs after each epoch's validation.
 
-    rows: training and validation. folder: what the library calls save_path; it must not exist, and nothing is written
-    there. SIGTERM and SIGINT end the run with the caller's own handlers. Raises `InvalidInput` when the loss is no
-    longer finite.
+    rows: training and validation. folder: keeps the state of the run; a killed run that is called again with the same
+    model, parameters, rows and folder goes on from there, and on a CPU ends with the bytes of an uninterrupted one.
+    save_every: seconds between two states, None = at most 2% of the time (see `SaveSchedule`). SIGTERM and SIGINT end
+    the run with the caller's own handlers. Raises `InvalidInput` when the loss is no longer finite.
     """
-    assert not folder.exists(), "an older run's folder would make the library resume or renumber"
     _check_blocks(params.total_seq_len)
     train_rows, val_rows = rows
     steps = sum(len(train_rows.rows(epoch)) for epoch in range(params.epochs))
-    config = trainer_config(params, steps, folder)
+    config = trainer_config(params, steps, folder / "unused")
     with ExitStack() as stack:
         stack.enter_context(_on_this_device())
         curves = stack.enter_context(curves_of(steps))
@@ -63,12 +69,14 @@ def train(
         if device().type == "cpu":
             trainer.device_type = "cpu"  # it falls back to "cuda", where autocast switches itself off
         trainer.on_epoch = lambda epoch: on_epoch(epoch, curves.close_epoch(params.ttt_steps))
+        trainer.go_on(folder, curves, SaveSchedule(save_every))
         # The decorator around run_training answers SIGTERM and SIGINT with a save and a normal return, exit code 0
         # (graceful_shutdown.py, 0.9.0); below it the signals do what the stage guard says.
         Trainer.run_training.__wrapped__(trainer)
     assert len(curves.epochs) == params.epochs, "the library returned before the last epoch"
     passes = train_rows.positions * params.epochs
-    return TrainingRun(tuple(curves.epochs), trainer.seconds, passes, _settings(trainer))
+    epochs, saving = tuple(curves.epochs), trainer.schedule.seconds
+    return TrainingRun(epochs, trainer.seconds, saving, passes, _settings(trainer))
 
 
 def trainer_config(params: TrainParams, steps: int, folder: Path) -> TrainerConfig:
@@ -148,15 +156,39 @@ def use_threads(count: int | None) -> None:
 
 
 class EpochTrainer(Trainer):
-    """The library's loop. It writes no checkpoint of its own (optimizer state in bf16, no use to us)."""
+    """The library's loop. It writes no checkpoint of its own (optimizer state in bf16): a state of ours instead."""
 
     on_epoch: Callable[[int], None]
     seconds = 0.0
 
+    def go_on(self, folder: Path, curves: Curves, schedule: SaveSchedule) -> None:
+        """Take up what an earlier run left in `folder`, and leave there what a later one needs."""
+        self.folder, self.curves, self.schedule = folder, curves, schedule
+        epoch, self.step, self.seconds = load_state(folder, self, curves)
+        self.train_loader.skip = self.step
+        if self.global_step:
+            announce(f"train: goes on with row {self.step} of epoch {epoch} ({self.global_step} steps were done)")
+        schedule.start()
+
     def train_epoch(self, epoch: int, **kwargs: Any) -> None:
+        self.epoch, self.began = epoch, time.monotonic() - self.schedule.seconds
+        super().train_epoch(epoch, step_callback=self._step_done)
+        self.seconds += self._elapsed()
+
+    def _elapsed(self) -> float:
+        """Seconds of this epoch in the training loop, those spent saving not counted."""
+        return time.monotonic() - self.began - self.schedule.seconds
+
+    def _step_done(self) -> None:
+        """The weights, the optimizer and the curves have taken the row in."""
+        self.step += 1
+        if self.schedule.due():
+            self._save(self.epoch, self.step, self.seconds + self._elapsed())
+
+    def _save(self, epoch: int, step: int, seconds: float) -> None:
         start = time.monotonic()
-        super().train_epoch(epoch, **kwargs)
-        self.seconds += time.monotonic() - start
+        save_state(self.folder, self, self.curves, epoch, step, seconds)
+        self.schedule.saved(time.monotonic() - start)
 
     def maybe_save_checkpoint(self, epoch: int | str, local_step: int = 0) -> None:
         pass
@@ -164,6 +196,8 @@ class EpochTrainer(Trainer):
     def maybe_update_best(self, epoch: int, val_metrics: dict[str, float] | None) -> None:
         """Called last in every epoch, after validation."""
         self.on_epoch(epoch)
+        self.step = 0
+        self._save(epoch + 1, 0, self.seconds)
 
 
 @contextmanager

@@ -58,6 +58,12 @@ class Curves(logging.Handler):
         self.bar.set_postfix_str(said, refresh=False)
         self.bar.update()
 
+    def go_on(self, steps: list[dict[str, float]], epochs: list[EpochMetrics], done: int) -> None:
+        """Continue an earlier run: its steps of the open epoch, its closed epochs, its number of steps in all."""
+        self.steps, self.epochs = list(steps), list(epochs)
+        self.bar.initial = self.bar.n = done
+        self.bar.refresh()
+
     def close_epoch(self, ttt_steps: int) -> EpochMetrics:
         def mean(name: str) -> float:
             return sum(step[name] for step in self.steps) / len(self.steps)

@@ -182,7 +182,7 @@ class PackedRows:
     """What speculators' Trainer takes for a DataLoader: iterable, sized, with a `batch_sampler` that knows epochs.
 
     With a seed, every epoch is a permutation and a packing of its own, a function of seed and epoch alone; without,
-    the order is fixed (validation, walks).
+    the order is fixed (validation, walks). skip: rows that the next pass leaves out, since a killed run had them.
     """
 
     def __init__(
@@ -193,6 +193,7 @@ class PackedRows:
         self.total_seq_len = total_seq_len
         self.seed = seed
         self.epoch = 0
+        self.skip = 0
         self._packed: tuple[int, list[Row]] = (-1, [])
 
     @property
@@ -220,7 +221,8 @@ class PackedRows:
         return len(self.rows(self.epoch))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for row in self.rows(self.epoch):
+        skipped, self.skip = self.skip, 0
+        for row in self.rows(self.epoch)[skipped:]:
             yield self.batch(row)
 
     def batch(self, row: Row) -> dict[str, Any]:
