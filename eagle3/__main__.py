@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         if name == "check":
             judge.add_argument("--no-values", action="store_true", help="do not read tensor data, headers alone")
             text = "write a copy to OUT, which must not exist, with every problem repaired whose right value is certain"
+            judge.add_argument(
+                "--tensor-parallel-size", type=_positive, metavar="N", help="GPUs it will be divided among"
+            )
             judge.add_argument("--fix", type=Path, metavar="OUT", help=text)
     convert = commands.add_parser("flatten", help="speculators' format to the flat one, tensors byte for byte")
     convert.add_argument("source", type=Path, metavar="SRC")
@@ -89,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _positive(text: str) -> int:
+    """An argument that is a count; argparse turns the ValueError into a wrong call."""
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 1024:
+        raise ValueError(text)
+    return int(text)
+
+
 def check(given: argparse.Namespace) -> int:
     import importlib.util
 
@@ -100,7 +110,12 @@ def check(given: argparse.Namespace) -> int:
 
     def judge(folder: Path, verifier: VerifierConfig | None) -> Verdict:
         verdict, _ = check_checkpoint(
-            folder, verifier, values=not given.no_values, verifier_folder=given.verifier, engine=given.engine
+            folder,
+            verifier,
+            values=not given.no_values,
+            verifier_folder=given.verifier,
+            tensor_parallel_size=given.tensor_parallel_size,
+            engine=given.engine,
         )
         if given.no_values:
             verdict.skip("values", why)

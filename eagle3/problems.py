@@ -17,6 +17,7 @@ CHANGES = {
     "keep": "keep the last {where}: {value}",
     "strip": "strip {where} from every tensor's name",
     "rename": "rename {where}* to {value}*",
+    "rename one": "rename {where} to {value}",
     "drop": "remove {where} from the tensors",
     "integers": "write {where} as int64",
     "one dimension": "write {where} in one dimension",
@@ -38,7 +39,7 @@ class Change:
     value: Any = None
 
     def told(self) -> str:
-        value = self.value if self.kind == "rename" else json.dumps(self.value)
+        value = self.value if self.kind.startswith("rename") else json.dumps(self.value)
         return CHANGES[self.kind].format(where=self.where, value=value)
 
 

@@ -102,3 +102,18 @@ def test_a_reader_that_leaves_early_hears_no_complaint(draft):
     command = f"{sys.executable} -m eagle3 check {draft} --no-values --json | {shutil.which('true')}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=True)
     assert done.stderr == b""
+
+
+def test_a_tensor_parallel_size_that_the_heads_forbid_is_an_error_with_the_legal_ones(draft, capsys):
+    """The draft has 4 heads, 2 kv heads and an MLP of 96."""
+    check = ["check", "--no-values", str(draft), "--tensor-parallel-size"]
+    assert main([*check, "4"]) == 0
+    capsys.readouterr()
+    assert main([*check, "8"]) == 1
+    out = capsys.readouterr().out
+    assert "ERROR tensor-parallel: transformer_layer_config.num_attention_heads" in out
+    assert "--tensor-parallel-size 1 or 2 or 4, or draft_tensor_parallel_size: 1" in out
+    for wrong in ("0", "-1", "two"):
+        with pytest.raises(SystemExit) as caught:
+            main([*check, wrong])
+        assert caught.value.code == 2

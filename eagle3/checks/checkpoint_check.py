@@ -48,6 +48,7 @@ def check_checkpoint(
     values: bool = False,
     verifier_folder: Path | None = None,
     engine: str = "vllm",
+    tensor_parallel_size: int | None = None,
 ) -> tuple[Verdict, SimulatedLoad | None]:
     """The config's rules (unless switched off), their agreement with the tensors, the simulated load; `values`: numpy.
 
@@ -66,7 +67,9 @@ def check_checkpoint(
     if config is None:
         verdict.skip("rules and load", "the config does not say what the draft is")
         return verdict, None
-    given = as_given(config, {canonical(name): tensor for name, tensor in tensors.items()}, verifier, engine)
+    canonical_tensors = {canonical(name): tensor for name, tensor in tensors.items()}
+    given = as_given(config, canonical_tensors, verifier, engine)
+    given = replace(given, tensor_parallel_size=tensor_parallel_size)
     if config_rules:
         apply_config_rules(given, engine, verdict)
     else:

@@ -17,13 +17,14 @@ from eagle3.checks.servers import SERVERS
 from eagle3.checks.sglang_rules import SGLANG_CONFIG_RULES, SGLANG_NESTED_RULES
 from eagle3.checks.sglang_tensors import as_sglang_reads
 from eagle3.checks.size_rules import SIZE_RULES
+from eagle3.checks.verifier_rules import VERIFIER_RULES
 from eagle3.formats.config_formats import recognise
 from eagle3.formats.json_files import JsonFile, printable, read_json_object, spelled
 from eagle3.formats.safetensors_headers import TensorHeader
 from eagle3.problems import Change, Problem, has_errors, repairable, sorted_problems
 from eagle3.verifiers.verifier_config import VerifierConfig
 
-VLLM_RULES: tuple[Rule, ...] = (*CONFIG_RULES, *SIZE_RULES, *AUX_ID_RULES)
+VLLM_RULES: tuple[Rule, ...] = (*CONFIG_RULES, *SIZE_RULES, *AUX_ID_RULES, *VERIFIER_RULES)
 MANY = 40
 # A repetition of these with two values changes nothing that a server computes.
 WITHOUT_WEIGHT = {"dtype", "torch_dtype", "use_cache", "initializer_range", "tie_word_embeddings"}
@@ -110,7 +111,10 @@ def judged_config(
     problems, raw = type_problems(recognised.raw, recognised.nested)
     verdict.problems += problems
     verdict.checked.append("types")
-    return None if raw is None else parse_draft_config(raw, recognised.variant, recognised.nested)
+    if raw is None:
+        return None
+    config = parse_draft_config(raw, recognised.variant, recognised.nested)
+    return replace(config, trained_for=recognised.trained_for)
 
 
 def as_given(

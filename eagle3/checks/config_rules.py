@@ -41,12 +41,16 @@ MODELOPT = {
 
 @dataclass(frozen=True)
 class Given:
-    """What a rule may look at. `tensors` have canonical names (layers.0, never midlayer); empty = config alone."""
+    """What a rule may look at. `tensors` have canonical names (layers.0, never midlayer); empty = config alone.
+
+    tensor_parallel_size: the GPUs that the draft will be divided among, where that is known.
+    """
 
     config: DraftConfig
     tensors: Mapping[str, TensorHeader]
     verifier: VerifierConfig | None
     server: Server = SERVERS["vllm"]
+    tensor_parallel_size: int | None = None
 
     def place(self, key: str) -> str:
         """Where a field stands in the file."""

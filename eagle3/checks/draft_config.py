@@ -45,7 +45,29 @@ MLA_DEFAULTS = LLAMA_DEFAULTS | {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-DEFAULTS = {"llama": LLAMA_DEFAULTS, "qwen3": QWEN3_DEFAULTS, "mla": MLA_DEFAULTS}
+QWEN2_DEFAULTS = {key: value for key, value in QWEN3_DEFAULTS.items() if key != "head_dim"}
+MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+}
+PHI3_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+# model_type -> what transformers fills in, whatever class vLLM builds; of other types as of the variant's own.
+DEFAULTS = {
+    "llama": LLAMA_DEFAULTS,
+    "qwen2": QWEN2_DEFAULTS,
+    "qwen3": QWEN3_DEFAULTS,
+    "mistral": MISTRAL_DEFAULTS,
+    "phi3": PHI3_DEFAULTS,
+    "deepseek_v2": MLA_DEFAULTS,
+    "mla": MLA_DEFAULTS,
+}
 
 _SIZE = {"type": "integer", "min": 1, "max": MAX_SIZE}
 # More layers or captured states than any draft has; a bound, so that a hostile config costs nothing.
@@ -129,7 +151,7 @@ class DraftConfig:
     nulls: the fields written as null, which are among `absent` too; `raw` has none of them.
 
     num_aux: capture layers that fc is built for. qkv_bias, o_bias: as the class resolves them. ids: the top-level list
-    (input-of numbering); nested_ids: the one in `eagle_config`.
+    (input-of numbering); nested_ids: the one in `eagle_config`. trained_for: the verifier's class, where it is named.
     """
 
     variant: str
@@ -157,6 +179,7 @@ class DraftConfig:
     dtype: str | None
     quantized: bool
     nulls: frozenset[str] = frozenset()
+    trained_for: tuple[str, ...] = ()
 
 
 def place(key: str, nested: bool) -> str:
@@ -210,6 +233,9 @@ def lossless(value: Any, rule: dict[str, Any]) -> tuple[Any, bool]:
     try:
         if kind == "integer" and not isinstance(value, bool) and float(value) == int(float(value)):
             return int(float(value)), True
+        if kind == "list" and isinstance(value, list) and rule["schema"].get("type") == "integer":
+            items = [lossless(each, rule["schema"]) for each in value[:MAX_COUNT]]
+            return [each for each, _ in items], all(known and each is not None for each, known in items)
         if kind in ("float", "number") and not isinstance(value, bool):
             return float(value), True
     except (TypeError, ValueError, OverflowError):
@@ -224,7 +250,9 @@ def lossless(value: Any, rule: dict[str, Any]) -> tuple[Any, bool]:
 def parse_draft_config(raw: dict[str, Any], variant: str, nested: bool) -> DraftConfig:
     """The record of a config whose types are right (see `type_problems`)."""
     given = {key: value for key, value in raw.items() if value is not None}
-    values = DEFAULTS[variant] | given
+    if "q_lora_rank" in raw and raw["q_lora_rank"] is None:
+        given["q_lora_rank"] = 0  # null means no low rank at all; absent means DeepSeek-V2's 1536
+    values = DEFAULTS.get(str(given.get("model_type")), DEFAULTS[variant]) | given
     absent = frozenset(key for key in SCHEMA if key not in given)
     eagle = given.get("eagle_config", {})
     heads = values["num_attention_heads"]

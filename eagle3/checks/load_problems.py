@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -14,8 +15,13 @@ from eagle3.formats.config_formats import canonical
 from eagle3.formats.json_files import printable
 from eagle3.problems import Change, Problem, repairable
 
-PREFIXES = ("module.", "model.", "draft_model.", "_orig_mod.", "draft.", "eagle.")
+PLAIN = re.compile(r"(?:fc|midlayer|layers\.0)\.")
+PREFIXED = re.compile(r"((?:[A-Za-z0-9_-]{1,40}\.){1,8}?)(?:fc|midlayer|layers\.0)\.")
 FEW = 4
+PACKED = (
+    "_packed", "_scale", "_scale_inv", "_zero_point", "_shape", ".qweight", ".qzeros", ".scales", ".g_idx", ".absmax",
+    ".quant_map", ".quant_state.bitsandbytes__nf4",
+)  # fmt: skip
 TRAINER = ("optimizer.", "scheduler.", "ema.", "verifier_lm_head", "verifier_norm")
 
 
@@ -31,20 +37,19 @@ def load_problems(
         if state.state == SHARED and state.parameter.name.startswith("lm_head"):
             yield _borrowed_head(config, verifier_vocab_size, server)
         elif state.state == ZERO:
-            has_mask = any(fate.tensor.name == "t2d" for fate in load.tensors)
-            yield _no_map(config, verifier_vocab_size, has_mask, server)
+            names = {fate.tensor.name for fate in load.tensors}
+            yield _no_map(config, verifier_vocab_size, "t2d" in names and "d2t" not in names, server)
 
 
 def common_prefix(names: list[str]) -> str:
-    """A trainer's prefix before nearly every name, such as `module.`; maps and heads may stand without it."""
-    for prefix in PREFIXES:
-        plain = [name for name in names if not name.startswith(prefix)]
-        inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        if any(name.startswith(("fc.", "midlayer.", "layers.0.", *PREFIXES)) for name in inner) and not any(
-            name.startswith(("fc.", "midlayer.", "layers.")) for name in plain
-        ):
-            return prefix
-    return ""
+    """What a trainer or wrapper has put before fc and the layers (`module.`, `draft_model.model.`), or ''.
+
+    Maps and heads may stand without it. A draft that has fc or a layer under their own names has no prefix.
+    """
+    if any(PLAIN.match(name) for name in names):
+        return ""
+    found = {match[1] for name in names if (match := PREFIXED.match(name))}
+    return found.pop() if len(found) == 1 else ""
 
 
 def prefix_problem(prefix: str, server: Server) -> Problem:
@@ -87,12 +92,18 @@ def _unknown_tensors(
     for fate in load.tensors:
         if fate.unknown:
             groups.setdefault(fate.tensor.name.partition(".")[0], []).append(fate)
+    renames = _renames(load)
     for word, fates in groups.items():
-        if len(fates) <= FEW or word == "layers":
+        if len(fates) <= FEW or word in ("layers", "midlayer"):
             for fate in fates:
-                yield _unknown_tensor(fate, full, server)
+                problem = _unknown_tensor(fate, full, server)
+                name = fate.tensor.name
+                if name in renames:
+                    problem = replace(problem, fix="", changes=())
+                    problem = repairable(problem, Change("rename one", name, renames[name]))
+                yield problem
             continue
-        first = _unknown_tensor(fates[0], full, server)
+        first = replace(_unknown_tensor(fates[0], full, server), changes=())
         found = f"{len(fates)} tensors, {first.where} and others"
         first = replace(first, where=f"{printable(word)}.*", found=found)
         if _is_layer_0(load, word, fates):
@@ -100,6 +111,24 @@ def _unknown_tensors(
         elif word + "." in TRAINER:
             first = repairable(replace(first, fix="", changes=()), Change("drop", f"{word}.*"))
         yield first
+
+
+def _renames(load: SimulatedLoad) -> dict[str, str]:
+    """Unknown tensor -> the missing one that it must be: the only one of its shape, or of its shape and last words."""
+    unknown = {fate.tensor.name: fate.tensor for fate in load.tensors if fate.unknown}
+    missing = {
+        part.name: part.shape for state in load.parameters if not state.parameter.integer for part in state.missing
+    }
+    pairs: dict[str, str] = {}
+    for name, tensor in unknown.items():
+        if tensor.dtype not in ("BF16", "F16", "F32") or printable(name) != name or name.startswith(TRAINER):
+            continue
+        same = [part for part, shape in missing.items() if shape == tensor.shape]
+        rivals = [other for other in unknown.values() if other.shape == tensor.shape]
+        alike = [part for part in same if part.split(".")[-2:] == name.split(".")[-2:]]
+        if len(alike) == 1 or (len(same) == len(rivals) == 1):
+            pairs[name] = (alike or same)[0]
+    return {name: part for name, part in pairs.items() if list(pairs.values()).count(part) == 1}
 
 
 def _is_layer_0(load: SimulatedLoad, word: str, fates: list[TensorFate]) -> bool:
@@ -120,7 +149,7 @@ def _unknown_tensor(fate: TensorFate, full_vocabulary: bool, server: Server) -> 
         fix = "correct draft_vocab_size: with it equal to the verifier's the class has no map"
     elif name == "d2t":
         fix, changes = "the vocabularies are equal, so a map (all zero) has nothing to do", (Change("drop", name),)
-    elif name.endswith(("_packed", "_scale", "_scale_inv", "_zero_point", "_shape")):
+    elif name.endswith(PACKED):
         fix = "write the quantization_config that the tensors were packed with, or dequantise"
     elif name.startswith(TRAINER):
         fix, changes = "the trainer's state, no part of the draft", (Change("drop", name),)
@@ -144,6 +173,13 @@ def _twice(load: SimulatedLoad, server: Server) -> Iterator[Problem]:
                 "tensor-twice", where, f"beside {printable(seen[key])}", "one of them", "remove one", consequence
             )
         seen.setdefault(key, fate.tensor.name)
+    for state in load.parameters:
+        whole = state.parameter.name.removeprefix("model.")
+        both = [part.name for part in state.parameter.parts if len(state.parameter.parts) > 1 and part.name in seen]
+        if both and whole in seen:
+            consequence = f"{server.name} loads both, and the one that it reads last stays"
+            found = f"beside {printable(seen[both[0]])}"
+            yield Problem("tensor-twice", printable(seen[whole]), found, "one of them", "remove one", consequence)
 
 
 def _unset_problems(load: SimulatedLoad, server: Server) -> Iterator[Problem]:

@@ -150,9 +150,11 @@ class _Plan:
     def add(self, change: Change) -> None:
         tensors = self.checkpoint.tensors
         why = ""
-        if change.kind in ("strip", "rename"):
+        if change.kind in ("strip", "rename", "rename one"):
             to = change.value or ""
-            names = {name: to + name.removeprefix(change.where) for name in tensors if name.startswith(change.where)}
+            old = [name for name in tensors if name.startswith(change.where)]
+            old = [change.where] if change.kind == "rename one" else old
+            names = {name: to + name.removeprefix(change.where) for name in old}
             taken = {*names.values()} & (set(tensors) - set(names))
             why = f"{printable(min(taken))} is there already" if taken else ""
             self.new |= {} if why else {name: _as_it_is(tensors[name], new) for name, new in names.items()}

@@ -10,6 +10,9 @@ from eagle3.checks.config_rules import VLLM, Given, Rule
 from eagle3.formats.json_files import spelled
 from eagle3.problems import Fix, Problem, repairable
 
+ORIGINAL = "original_max_position_embeddings"
+# Types whose table depends on the length that positions were first trained on.
+SCALED_FROM = ("yarn", "longrope", "dynamic", "deepseek_yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # rope_type -> the parameters that it needs (transformers 5.19.0, modeling_rope_utils.py, _validate_*_rope_parameters)
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -18,6 +21,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
+    "ntk": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "deepseek_yarn": ("factor",),
 }
@@ -137,6 +141,10 @@ def rope_is_complete(given: Given) -> Iterator[Problem]:
         consequence = f"{given.server.name} builds a multimodal rotary embedding in the draft"
         fix = "keep it only if the draft was trained with 3-D positions; for text remove it"
         yield given.warning("rope", key, "M-RoPE", "rope of a text model", fix, consequence)
+    elif kind == "su":
+        consequence = "vLLM 0.32.0 takes it as longrope; other readers do not know it"
+        where = f"{key}.{'rope_type' if 'rope_type' in rope else 'type'}"
+        yield given.warning("rope", where, "su", '"longrope"', given.write(where, "longrope"), consequence)
     elif not isinstance(kind, str) or kind not in ROPE_TYPES:
         expected = ", ".join(ROPE_TYPES)
         yield given.problem(
@@ -149,6 +157,28 @@ def rope_is_complete(given: Given) -> Iterator[Problem]:
                     f"transformers 5.19.0 requires it for {kind}, or takes the config's max_position_embeddings"
                 )
                 yield given.problem("rope", f"{key}.{name}", None, "a value", "write it", consequence)
+        yield from _rope_numbers(given, key, rope)
+        if kind in SCALED_FROM and ORIGINAL not in rope:
+            consequence = "transformers 5.19.0 takes max_position_embeddings for it: right only where the training did"
+            fix = "write the length that the verifier was first trained on"
+            yield given.warning("rope", f"{key}.{ORIGINAL}", None, "a length", fix, consequence)
+
+
+def _rope_numbers(given: Given, key: str, rope: dict[str, Any]) -> Iterator[Problem]:
+    """What the server computes with: numbers, the factor at least 1, the original length an integer."""
+    for name in ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "rope_theta", "attention_factor"):
+        value = rope.get(name)
+        if value is None:
+            continue
+        if type(value) not in (int, float) or value <= 0 or (name == ORIGINAL and type(value) is not int):
+            expected = "a positive integer" if name == ORIGINAL else "a positive number"
+            consequence = f"{given.server.name} computes with it: a TypeError, or a wrong table"
+            yield given.problem(
+                "rope", f"{key}.{name}", value, expected, "write the value of the training", consequence
+            )
+        elif name == "factor" and value < 1:
+            consequence = "transformers 5.19.0 warns: the positions would be stretched, not compressed"
+            yield given.warning("rope", f"{key}.{name}", value, "1 or more", "compare with the verifier's", consequence)
 
 
 def positions_cover_the_verifier(given: Given) -> Iterator[Problem]:
@@ -173,10 +203,22 @@ def positions_cover_the_verifier(given: Given) -> Iterator[Problem]:
             "positions", "max_position_embeddings", found, f"{right}, the verifier's", "", consequence
         )
         change = given.write("max_position_embeddings", right)
-        yield repairable(replace(warning, fix="rotary embedding has no weights"), change)
+        if _positions_scale_the_rope(given):
+            fix = f"{change.told()} together with {ORIGINAL} of the rope: without that the table would change too"
+            yield replace(warning, fix=fix)
+        else:
+            yield repairable(replace(warning, fix="rotary embedding has no weights"), change)
+
+
+def _positions_scale_the_rope(given: Given) -> bool:
+    """Whether max_position_embeddings stands in for the rope's own length."""
+    rope = given.config.raw.get("rope_scaling") or given.config.raw.get("rope_parameters") or {}
+    return rope.get("rope_type", rope.get("type")) in SCALED_FROM and ORIGINAL not in rope
 
 
 def _length(given: Given) -> Fix:
+    if _positions_scale_the_rope(given):
+        return "write it, with the rope's original_max_position_embeddings"
     right = given.verifier.max_position_embeddings if given.verifier else None
     return given.write("max_position_embeddings", right) if right else "write it"
 

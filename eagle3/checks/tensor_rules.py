@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from eagle3.checks.config_rules import ARCHITECTURE_OF, MODEL_TYPE_OF, VLLM, Given, Rule, layer_kind
+from eagle3.checks.draft_config import MLA_DEFAULTS
 from eagle3.formats.json_files import printable, spelled
 from eagle3.problems import Change, Fix, Problem, repairable
 
@@ -40,9 +41,19 @@ def layers_are_as_many_as_the_tensors(given: Given) -> Iterator[Problem]:
             else (f"{given.server.name} {given.server.unknown} the tensors of the layers beyond")
         )
         fix: Fix = given.write("num_hidden_layers", count)
+        if len(found) == layers == 1:
+            yield _misnumbered(given, next(iter(found)))
+            return
         if found != set(range(count)):
             fix = f"export the layers between: only {sorted(found)[:8]} have tensors"
         yield given.problem("layers", "num_hidden_layers", layers, f"{count}, as in the tensors", fix, consequence)
+
+
+def _misnumbered(given: Given, index: int) -> Problem:
+    """One layer under another number, as multi-token-prediction layers have it: DeepSeek's layers.61."""
+    consequence = f"{given.server.name} {given.server.unknown} the tensors, and layer 0 stays as it was made"
+    problem = Problem("layers", f"layers.{index}.*", f"the layer {index}", "the layer 0", "", consequence)
+    return repairable(problem, Change("rename", f"layers.{index}.", "layers.0."))
 
 
 def sizes_are_those_of_the_tensors(given: Given) -> Iterator[Problem]:
@@ -57,16 +68,18 @@ def sizes_are_those_of_the_tensors(given: Given) -> Iterator[Problem]:
         "hidden_size": _common(given, HIDDEN_AXES),
         "intermediate_size": _common(given, INTERMEDIATE_AXES),
     }
-    if config.variant != "mla" and len(q) == len(k) == 2 and q[1] == k[1] == 2 * config.hidden_size:
+    if config.variant == "mla":
+        wanted |= _mla_sizes(given)
+    elif len(q) == len(k) == 2 and q[1] == k[1] == 2 * config.hidden_size:
         wanted |= _head_sizes(given, q[0], k[0])
     for key, right in wanted.items():
-        taken = getattr(config, key)
+        taken = getattr(config, key) if hasattr(config, key) else config.raw.get(key, MLA_DEFAULTS.get(key))
         if right and right != taken:  # a tensor without rows names no size
             found = None if key in config.absent else taken
             default = f"takes {taken}, " if found is None else ""
             consequence = f"{given.server.name} {default}{given.server.resized}"
             expected = f"{right}, as in the tensors"
-            certain = not {"head_dim", "num_attention_heads"} & {key} or key in config.absent
+            certain = key != "head_dim" or key in config.absent
             fix: Fix = given.write(key, right) if certain else _or_the_heads(given, right)
             yield given.problem("size", key, found, expected, fix, consequence)
     if len(fc) == 2 and config.use_aux:
@@ -79,11 +92,33 @@ def _common(given: Given, axes: Mapping[str, int]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def _mla_sizes(given: Given) -> dict[str, int | None]:
+    """The sizes of latent attention, each from the tensor that has it alone."""
+    heads = given.config.num_attention_heads
+    kv_rank, kv_a = given.shape(f"{ATTN}.kv_a_layernorm.weight"), given.shape(f"{ATTN}.kv_a_proj_with_mqa.weight")
+    q_rank, q_b = given.shape(f"{ATTN}.q_a_layernorm.weight"), given.shape(f"{ATTN}.q_b_proj.weight")
+    q_b = q_b or given.shape(f"{ATTN}.q_proj.weight")
+    kv_b, o = given.shape(f"{ATTN}.kv_b_proj.weight"), given.shape(f"{ATTN}.o_proj.weight")
+    if [len(each) for each in (kv_rank, kv_a, q_b, kv_b, o)] != [1, 2, 2, 2, 2] or len(q_rank) > 1:
+        return {}
+    rope, q_head, value = kv_a[0] - kv_rank[0], q_b[0] // heads, o[1] // heads
+    if rope <= 0 or q_head <= rope or kv_b[0] != heads * (q_head - rope + value):
+        return {}
+    return {
+        "kv_lora_rank": kv_rank[0],
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": q_head - rope,
+        "v_head_dim": value,
+        "q_lora_rank": q_rank[0] if q_rank else None,
+    }
+
+
 def _or_the_heads(given: Given, head_dim: int) -> str:
     """Rows are heads times head_dim: where both are written, either may be the wrong one."""
     config = given.config
     heads = head_dim * config.num_attention_heads // config.head_dim
-    return f"write head_dim: {head_dim}, or num_attention_heads: {heads} if head_dim {config.head_dim} is right"
+    other = f", or num_attention_heads: {heads} if head_dim {config.head_dim} is right" if heads else ""
+    return f"write head_dim: {head_dim}{other}"
 
 
 def _flag_place(given: Given, key: str) -> str:
@@ -93,14 +128,14 @@ def _flag_place(given: Given, key: str) -> str:
 
 
 def _head_sizes(given: Given, q_rows: int, k_rows: int) -> dict[str, int | None]:
-    """The head sizes that q and k rows allow, holding on to the number of heads that the config names."""
+    """The head sizes that q and k rows allow: with as few fields wrong as possible, head_dim where nothing tells."""
     config = given.config
-    if (
-        q_rows == config.num_attention_heads * config.head_dim
-        and k_rows == config.num_key_value_heads * config.head_dim
-    ):
-        return {}
-    head_dim, rest = divmod(q_rows, config.num_attention_heads)
+    dim, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    if q_rows == heads * dim and k_rows % dim == 0:
+        return {"num_key_value_heads": k_rows // dim}
+    if "head_dim" not in config.absent and k_rows == kv_heads * dim and q_rows % dim == 0:
+        return {"num_attention_heads": q_rows // dim}
+    head_dim, rest = divmod(q_rows, heads)
     if rest or not head_dim or not k_rows or k_rows % head_dim:
         return {}
     return {"head_dim": head_dim, "num_key_value_heads": k_rows // head_dim}
@@ -147,7 +182,11 @@ def draft_vocabulary_is_the_heads(given: Given) -> Iterator[Problem]:
         found = None if absent else config.draft_vocab_size
         took = f"{VLLM} takes vocab_size for it: " if absent else f"{VLLM}: "
         d2t = given.shape("d2t")
-        fix = given.write("draft_vocab_size", head[0]) if d2t in ((), (head[0],)) else f"{head[0]}, or another head"
+        fix = (
+            given.write("draft_vocab_size", head[0])
+            if d2t in ((), (head[0],))
+            else f"cut d2t for {head[0]} rows, or lm_head to {d2t[0]}"
+        )
         consequence = f"{took}AssertionError without any text"
         yield given.problem("vocabulary", "draft_vocab_size", found, f"{head[0]}, rows of lm_head", fix, consequence)
     elif absent and head:
@@ -218,6 +257,7 @@ def norms_have_their_flags(given: Given) -> Iterator[Problem]:
         found = None if key in config.absent and not flag else flag
         expected = f"{str(present).lower()}: {tensor} is {'there' if present else 'not there'}"
         place = _flag_place(given, key)
+        found = found if place == key else flag
         spellings = {place, key} if key in config.raw else {place}
         fix: Fix = tuple(given.write(each, True) for each in sorted(spellings))
         if not present:
@@ -245,7 +285,15 @@ def biases_have_their_flags(given: Given) -> Iterator[Problem]:
             )
             found = None if key in given.config.absent else flag
             expected = f"{right}: {name} is {'there' if present else 'not there'}"
-            fix = given.write(key, True) if present else f"export the biases again; {alone}"
+            fix: Fix = given.write(key, True) if present else f"export the biases again; {alone}"
+            if (
+                key == "attention_bias"
+                and given.config.variant == "llama"
+                and f"{ATTN}.o_proj.bias" not in given.tensors
+            ):
+                fix = (
+                    "write attention_bias: true and add layers.0.self_attn.o_proj.bias, all zero: the class has it too"
+                )
             yield given.problem("bias-flag", key, found, expected, fix, consequence)
 
 
@@ -319,7 +367,7 @@ def dtypes_are_plain(given: Given) -> Iterator[Problem]:
         return
     others: set[str] = set()
     for name, tensor in given.tensors.items():
-        if name in ("d2t", "t2d") or name.endswith(("_scale", "_scale_inv", "_packed", "_zero_point", "_shape")):
+        if not name.endswith((".weight", ".bias")):
             continue
         if tensor.dtype not in FLOATS:
             consequence = f"{given.server.name} copies the raw numbers into a bfloat16 parameter without a scale"

@@ -44,11 +44,15 @@ NESTED_KNOWN = DROPPED | HANDLED | set(KEPT) | {"model_type", "use_cache", "_nam
 
 @dataclass(frozen=True)
 class RecognisedConfig:
-    """`raw` is the flat config that vLLM derives; for a flat file that is the file itself."""
+    """`raw` is the flat config that vLLM derives; for a flat file that is the file itself.
+
+    trained_for: the classes of the verifier that a nested config names.
+    """
 
     variant: str
     nested: bool
     raw: dict[str, Any]
+    trained_for: tuple[str, ...] = ()
 
 
 def canonical(name: str) -> str:
@@ -190,7 +194,10 @@ def _nested(config: dict[str, Any]) -> tuple[RecognisedConfig | None, list[Probl
             raw[key] = config[key]
     raw["architectures"] = ["Eagle3Qwen3ForCausalLM" if variant == "qwen3" else "Eagle3LlamaForCausalLM"]
     raw.setdefault("model_type", "llama")
-    return RecognisedConfig(variant, True, raw), problems
+    spec = config.get("speculators_config")
+    verifier = spec.get("verifier") if isinstance(spec, dict) else None
+    named = verifier.get("architectures") if isinstance(verifier, dict) else None
+    return RecognisedConfig(variant, True, raw, tuple(map(str, _list(named)))), problems
 
 
 def _nested_problems(config: dict[str, Any]) -> Iterator[Problem]:

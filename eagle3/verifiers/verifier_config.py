@@ -9,7 +9,7 @@ from typing import Any
 from eagle3.formats.json_files import read_json_object, spelled
 from eagle3.problems import InvalidInput, Problem
 
-SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class VerifierConfig:
     rotated: bool
     tied: bool
     architectures: tuple[str, ...] = ()
+    num_attention_heads: int | None = None
 
 
 def read_verifier_config(path: Path) -> VerifierConfig:
@@ -58,6 +59,7 @@ def parse_verifier_config(raw: dict[str, Any]) -> VerifierConfig:
         # the text config's word counts where both have one; transformers' default of most families is false
         tied=text.get("tie_word_embeddings", raw.get("tie_word_embeddings")) is True,
         architectures=tuple(map(str, names)) if isinstance(names, list) else (),
+        num_attention_heads=text.get("num_attention_heads"),
         rotated=any(word in quantization for word in ("spinquant", "quarot", "hadamard")),
     )
 
