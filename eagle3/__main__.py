@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OK, ERRORS, WRONG_CALL = 0, 1, 2
 ENGINES = ("vllm", "sglang")
+FORMS = (*ENGINES, "speculators")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
         teller.add_argument("path", type=Path, metavar="DIR")
         teller.add_argument("--json", action="store_true", help="print one JSON object")
         teller.set_defaults(run=run)
+    export_ = commands.add_parser("export", help="a draft in the form that another server or speculators reads")
+    export_.add_argument("source", type=Path, metavar="SRC", help="a draft in any form")
+    export_.add_argument("target", type=Path, metavar="DST", help="a new folder")
+    export_.add_argument("--engine", choices=FORMS, required=True, help="what is to read it")
+    export_.add_argument("--verifier", type=Path, metavar="DIR|config.json", help="the model that the draft is for")
+    export_.add_argument("--verifier-name", metavar="NAME", help="for speculators: the verifier's hub id or path")
+    export_.add_argument("--num-speculative-tokens", type=int, metavar="N", help="for speculators: tokens a round")
+    export_.set_defaults(run=export)
     closing = commands.add_parser("summary", help="the closing table of the pipeline in this folder")
     closing.set_defaults(run=summary)
     return parser
@@ -179,6 +188,21 @@ def trace(given: argparse.Namespace) -> int:
         _print_json(found.as_dict())
     else:
         print("\n".join(lines))
+    return OK
+
+
+def export(given: argparse.Namespace) -> int:
+    from eagle3.exporting import export_folder
+    from eagle3.formats.config_forms import Verifier
+    from eagle3.problems import format_problems
+    from eagle3.verifiers.verifier_config import read_verifier_config
+
+    verifier = read_verifier_config(given.verifier) if given.verifier else None
+    options = Verifier(name=given.verifier_name, num_speculative_tokens=given.num_speculative_tokens)
+    verdict = export_folder(given.source, given.target, given.engine, verifier, options)
+    if verdict.problems:
+        print(format_problems(verdict.problems))
+    print(f"{given.target}: config.json as {given.engine} reads it, every tensor with its bytes")
     return OK
 
 

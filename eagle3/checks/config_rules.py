@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eagle3.checks.draft_config import SCHEMA, WITHOUT_EFFECT, DraftConfig, place
+from eagle3.checks.draft_config import SCHEMA, DraftConfig, place
 from eagle3.checks.servers import SERVERS, Server
-from eagle3.formats.config_formats import ARCHITECTURES, unknown_keys
+from eagle3.formats.config_formats import ARCHITECTURES, WITHOUT_EFFECT, unknown_keys
 from eagle3.formats.json_files import printable, spelled
 from eagle3.formats.safetensors_headers import TensorHeader
 from eagle3.problems import Change, Fix, Problem, changes_of, told

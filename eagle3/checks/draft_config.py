@@ -135,13 +135,6 @@ TOP_LEVEL = {
     "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size",
     "eagle_aux_hidden_state_layer_ids", "tie_word_embeddings", "dtype", "torch_dtype", "architectures",
 }  # fmt: skip
-# Read by no server when it computes a draft's logits; anything else is reported.
-WITHOUT_EFFECT = {
-    "_attn_implementation", "_name_or_path", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id",
-    "decoder_start_token_id", "eos_token_id", "first_k_dense_replace", "has_no_defaults_at_init", "max_window_layers",
-    "moe_layer_freq", "n_routed_experts", "name_or_path", "pad_token_id", "pretraining_tp", "target_model_type",
-    "target_model_name_or_path", "torchspec_version", "transformers_version", "unk_token_id",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

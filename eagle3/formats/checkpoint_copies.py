@@ -1,10 +1,10 @@
-"""The tensor files of a checkpoint in another folder: linked byte for byte, or copied without some tensors."""
+"""The tensor files of a checkpoint in another folder: linked byte for byte, or copied with some tensors changed."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagle3.atomic_files import BLOCK, link_or_copy, write_json
@@ -48,18 +48,26 @@ def rewrite(source: FileHeader, target: Path, plan: Mapping[str, NewTensor | Non
                 left -= len(block)
 
 
-def link_checkpoint(source: Path, target: Path, dropped: frozenset[str] = frozenset()) -> list[str]:
+def link_checkpoint(
+    source: Path, target: Path, dropped: frozenset[str] = frozenset(), rename: Callable[[str], str] = str
+) -> list[str]:
     """Put the tensor files and the index of `source` into `target`; the names of the files that are unchanged.
 
-    A file is hard-linked, byte for byte, unless it holds a tensor in `dropped`: then it is written without it.
+    A file is hard-linked, byte for byte, unless it holds a tensor in `dropped` or one that `rename` gives another name:
+    then it is written again, every tensor that is left with its bytes.
     """
     checkpoint = read_checkpoint_tensors(source)
     if checkpoint.problems or not checkpoint.files:
         raise InvalidInput(*(checkpoint.problems or [_no_weights(source)]))
     unchanged = []
     for file in checkpoint.files:
-        if any(tensor.name in dropped for tensor in file.tensors):
-            rewrite(file, target / file.path.name, dict.fromkeys(dropped), [])
+        plan: dict[str, NewTensor | None] = {
+            each.name: None if each.name in dropped else NewTensor(rename(each.name), each.dtype, each.shape)
+            for each in file.tensors
+            if each.name in dropped or rename(each.name) != each.name
+        }
+        if plan:
+            rewrite(file, target / file.path.name, plan, [])
         else:
             link_or_copy(file.path, target / file.path.name)
             unchanged.append(file.path.name)
@@ -67,7 +75,7 @@ def link_checkpoint(source: Path, target: Path, dropped: frozenset[str] = frozen
         shutil.copyfile(source / INDEX, target / INDEX)
     elif (source / INDEX).is_file():
         kept = [tensor for name, tensor in sorted(checkpoint.tensors.items()) if name not in dropped]
-        write_index(target, kept)
+        write_index(target, [replace(tensor, name=rename(tensor.name)) for tensor in kept])
     return unchanged
 
 

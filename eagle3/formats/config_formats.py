@@ -41,6 +41,14 @@ NESTED_MARKS = ("speculators_config", "speculators_model_type", "transformer_lay
 # Read from a nested config by speculators or vLLM, beside what flatten keeps.
 NESTED_KNOWN = DROPPED | HANDLED | set(KEPT) | {"model_type", "use_cache", "_name_or_path", "return_dict"}
 
+# Read by no server when it computes a draft's logits; anything else is reported.
+WITHOUT_EFFECT = {
+    "_attn_implementation", "_name_or_path", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id",
+    "decoder_start_token_id", "eos_token_id", "first_k_dense_replace", "has_no_defaults_at_init", "max_window_layers",
+    "moe_layer_freq", "n_routed_experts", "name_or_path", "pad_token_id", "pretraining_tp", "target_model_type",
+    "target_model_name_or_path", "torchspec_version", "transformers_version", "unk_token_id",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RecognisedConfig:

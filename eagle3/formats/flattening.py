@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from eagle3.atomic_files import write_json
 from eagle3.formats.checkpoint_copies import link_checkpoint
@@ -16,13 +17,9 @@ ORIGINAL = "config_speculators.json"
 EMBEDDING = "embed_tokens.weight"
 
 
-def flatten_checkpoint(source: Path, target: Path, dropped: frozenset[str] = frozenset()) -> list[str]:
-    """One checkpoint in the flat form; the names of the tensor files that are the source's, byte for byte.
-
-    `target` must not exist. A tensor in `dropped` is left out; the embedding only where training kept it frozen, since
-    the server puts the verifier's in its place.
-    """
-    config = read_json_object(source / "config.json")
+def read_config(folder: Path) -> dict[str, Any]:
+    """A config that is to be rewritten: a key that stands twice is refused, since the copy would hide the doubt."""
+    config = read_json_object(folder / "config.json")
     if config.repeated:
         raise InvalidInput(
             *(
@@ -30,12 +27,22 @@ def flatten_checkpoint(source: Path, target: Path, dropped: frozenset[str] = fro
                 for key in config.repeated
             )
         )
-    flat = flatten(config.value)
-    if EMBEDDING in dropped and config.value.get("embed_requires_grad") is not False:
+    return config.value
+
+
+def flatten_checkpoint(source: Path, target: Path, dropped: frozenset[str] = frozenset()) -> list[str]:
+    """One checkpoint in the flat form; the names of the tensor files that are the source's, byte for byte.
+
+    `target` must not exist. A tensor in `dropped` is left out; the embedding only where training kept it frozen, since
+    the server puts the verifier's in its place.
+    """
+    config = read_config(source)
+    flat = flatten(config)
+    if EMBEDDING in dropped and config.get("embed_requires_grad") is not False:
         raise invalid(
             "trained-embedding",
             "embed_requires_grad",
-            spelled(config.value.get("embed_requires_grad")),
+            spelled(config.get("embed_requires_grad")),
             "false: only a frozen embedding equals the verifier's",
             "keep it: flatten.drop_embed_tokens: false",
             "the server would share the verifier's embedding with a draft that was trained on another",
