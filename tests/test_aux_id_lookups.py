@@ -8,22 +8,32 @@ from types import SimpleNamespace
 import pytest
 
 from eagle3.formats.flat_config import flatten
-from eagle3.layer_ids import from_output_of
+from eagle3.layer_ids import sglang_captures
 from tests.drafts import FROZEN, NESTED, TRAINED, VERIFIER, write_tensors
 
 IDS = (2, 4, 5)
 
 
-def sglang_lookup(config: dict) -> list[int]:
-    """sglang 0.5.23: model_runner_components/spec_aux_hidden_state.py reads the list in eagle_config, and
-    models/llama.py (set_eagle3_layers_to_capture) adds 1; its `layers_to_capture` are inputs of layers."""
-    return [layer_id + 1 for layer_id in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+def llama(listed: list[int]) -> list[int]:
+    """sglang 0.5.23, models/llama.py, set_eagle3_layers_to_capture; `layers_to_capture` are inputs of layers."""
+    return [each + 1 for each in listed]
 
 
-def test_sglang_captures_what_was_trained():
-    flat = flatten(NESTED)
-    assert sglang_lookup(flat) == list(IDS)
-    assert from_output_of(flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"]) == list(IDS)
+def deepseek(listed: list[int]) -> list[int]:
+    """The same in models/deepseek_v2.py; tests/sglang_witness.py asks the real methods of both."""
+    return [each + 1 for each in listed] if listed and listed[0] == 1 else list(listed)
+
+
+@pytest.mark.parametrize("ids", [[2, 4, 5], [3, 4, 5], [4, 6]])
+@pytest.mark.parametrize(("name", "lookup"), [("LlamaForCausalLM", llama), ("DeepseekV3ForCausalLM", deepseek)])
+def test_sglang_captures_what_was_trained(ids, name, lookup):
+    """model_runner_components/spec_aux_hidden_state.py hands the list in eagle_config to the verifier's class."""
+    noted = {"architectures": [name], "name_or_path": "org/model"}
+    nested = NESTED | {"eagle_aux_hidden_state_layer_ids": ids}
+    flat = flatten(nested | {"speculators_config": NESTED["speculators_config"] | {"verifier": noted}})
+    listed = flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert lookup(listed) == sglang_captures(listed, [name], 8) == ids
+    assert flat["eagle_aux_hidden_state_layer_ids"] == ids
 
 
 @pytest.mark.engine

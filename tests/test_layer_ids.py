@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.layer_ids import aux_layer_id_problems, from_output_of, stored_layer_ids, to_output_of
+from eagle3.layer_ids import (
+    SGLANG_AS_THEY_ARE,
+    aux_layer_id_problems,
+    from_output_of,
+    sglang_captures,
+    sglang_default,
+    sglang_list,
+    stored_layer_ids,
+    to_output_of,
+)
 from eagle3.problems import InvalidInput
 
 
@@ -56,3 +65,35 @@ def test_the_embeddings_have_no_number_in_the_other_numbering():
 @given(st.lists(st.integers(1, 200), unique=True))
 def test_the_other_numbering_and_back_is_identity(ids):
     assert from_output_of(to_output_of(ids)) == ids
+
+
+CLASSES = ["LlamaForCausalLM", "GptOssForCausalLM", *sorted(SGLANG_AS_THEY_ARE)]
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, unique=True).map(sorted), st.sampled_from(CLASSES))
+def test_sglang_captures_the_ids_that_its_list_was_written_for_or_there_is_none(ids, name):
+    if ids[0] == (1 if name in SGLANG_AS_THEY_ARE else 0):
+        with pytest.raises(InvalidInput, match="aux-layer"):
+            sglang_list(ids, [name])
+        return
+    assert sglang_captures(sglang_list(ids, [name]), [name], 61) == ids
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "captured"),
+    [
+        ("LlamaForCausalLM", [1, 29, 57], [2, 30, 58]),
+        ("LlamaForCausalLM", [2, 30, 58], [3, 31, 59]),
+        ("KimiK25ForConditionalGeneration", [1, 29, 57], [2, 30, 58]),
+        ("KimiK25ForConditionalGeneration", [2, 30, 58], [2, 30, 58]),
+        ("GptOssForCausalLM", [1, 17, 35], [2, 18, 36]),
+        ("GptOssForCausalLM", [24, 30, 61], [24, 30, 61]),
+    ],
+)
+def test_what_sglang_captures_depends_on_the_verifiers_class(name, listed, captured):
+    assert sglang_captures(listed, [name], 61) == captured
+
+
+def test_defaults_of_sglang():
+    assert sglang_default(["LlamaForCausalLM"], 61) == [2, 30, 58]
+    assert sglang_default(["MiniMaxM3SparseForConditionalGeneration"], 61) == [3, 31, 59]

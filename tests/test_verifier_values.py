@@ -10,6 +10,7 @@ import pytest
 
 from eagle3.__main__ import main
 from eagle3.checks.config_check import Verdict
+from eagle3.checks.servers import SERVERS
 from eagle3.checks.verifier_values import compare_with_verifier, floats
 from eagle3.formats.flat_config import flatten
 from eagle3.formats.safetensors_headers import read_header, write_header
@@ -63,14 +64,20 @@ def verifier(tmp_path):
     return folder
 
 
-def judged(tmp_path, verifier, head=None, embed=None, d2t=OFFSETS, dtype="BF16", config=CONFIG) -> Verdict:
+def judged(
+    tmp_path, verifier, head=None, embed=None, d2t=OFFSETS, dtype="BF16", config=CONFIG, engine="vllm"
+) -> Verdict:
     tensors = {} if d2t is None else {"d2t": ("I64", np.asarray(d2t, np.int64))}
     tensors |= {} if head is None else {HEAD: (dtype, rounded(head, dtype))}
     tensors |= {} if embed is None else {EMBED: (dtype, rounded(embed, dtype))}
     header = read_header(save(tmp_path / "draft.safetensors", tensors))
     verdict = Verdict()
     compare_with_verifier(
-        {each.name: each for each in header.tensors}, verifier, parse_verifier_config(config), verdict
+        {each.name: each for each in header.tensors},
+        verifier,
+        parse_verifier_config(config),
+        verdict,
+        SERVERS[engine].name,
     )
     return verdict
 
@@ -86,6 +93,16 @@ def test_equal_rows_are_a_frozen_head_and_the_same_embedding(tmp_path, verifier)
         "lm_head.weight against the verifier's: frozen, 40 of 40 rows equal",
         "embed_tokens.weight against the verifier's: the same, 160 of 160 rows equal",
     ]
+
+
+def test_sglang_replaces_an_embedding_that_was_trained(tmp_path, verifier):
+    trained = EMBEDDING.copy()
+    trained[7] += 1
+    assert codes(judged(tmp_path, verifier, embed=trained)) == []
+    verdict = judged(tmp_path, verifier, embed=trained, engine="sglang")
+    assert codes(verdict) == ["embedding-replaced"]
+    assert "SGLang 0.5.23 puts the verifier's in its place" in verdict.problems[0].consequence
+    assert codes(judged(tmp_path, verifier, VERIFIER_HEAD[IDS], EMBEDDING, engine="sglang")) == []
 
 
 @pytest.mark.parametrize("change", [0.1, 0.5, 1.0])

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.__main__ import main
+from eagle3.checks.servers import SERVERS
 from eagle3.checks.weight_values import WINDOW, map_problems, value_problems
 from eagle3.formats.flat_config import flatten
 from eagle3.formats.safetensors_headers import num_bytes, read_header, write_header
@@ -146,3 +147,12 @@ def test_every_ascending_choice_of_ids_passes_or_is_the_first_ids(ids):
 def test_any_map_gives_problems_and_no_exception(d2t, t2d):
     mapped(d2t, t2d)
     mapped(d2t)
+
+
+def test_every_consequence_is_that_of_the_server_asked_for():
+    d2t = [np.array(each, np.int64) for each in ([0, 159, 0], [1, 0, 0], [0, 5, 9])]
+    found = [each for part in d2t for each in map_problems(part, np.zeros(160), 160, SERVERS["sglang"])]
+    assert [problem.code for problem in found] == ["map-range", "map-repeated", "map-mismatch"]
+    assert all(problem.consequence.startswith("SGLang 0.5.23") for problem in found)
+    assert "proposes" in found[0].consequence
+    assert "proposes" in found[1].consequence
