@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eagle3.file_faults import naming
+
 BLOCK = 1 << 20
 
 
@@ -21,10 +23,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        yield partial
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with naming(path):
+            yield partial
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -50,28 +53,34 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def publish_directory(source: Path, target: Path) -> None:
-    """Make `target` a hard-linked copy of the directory `source`; an older `target` is replaced in one move."""
-    staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
+def link_tree(source: Path, target: Path) -> None:
+    """Make `target`, which must not exist, a copy of the folder `source`, of hard links where possible."""
+    with naming(target):
+        shutil.copytree(source, target, copy_function=lambda one, other: link_or_copy(Path(one), Path(other)))
+
+
+def bring_beside(source: Path, target: Path) -> Path:
+    """`source` (a file or a folder) where one move can make it `target`: itself, or a copy if it is on another disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.stat().st_dev == target.parent.stat().st_dev:
+        return source
+    beside = target.with_name(f".{target.name}.partial")
+    remove(beside)
     try:
-        for file in sorted(source.rglob("*")):
-            place = staging / file.relative_to(source)
-            if file.is_dir():
-                place.mkdir(parents=True, exist_ok=True)
-            else:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(file, place)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        with naming(beside):
+            (shutil.copytree if source.is_dir() else shutil.copyfile)(source, beside)
+    except BaseException:
+        remove(beside)
+        raise
+    return beside
 
 
-def publish_file(source: Path, target: Path) -> None:
-    """Copy, never link: reports live in Git and people edit the working copy."""
-    with atomic_path(target) as partial:
-        shutil.copyfile(source, partial)
+def remove(path: Path) -> None:
+    """A file or a folder that may be absent."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sha256_of(path: Path) -> str:

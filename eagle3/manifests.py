@@ -79,18 +79,27 @@ def read_manifest(folder: Path, stage: str) -> Manifest:
 def verify_files(folder: Path, manifest: Manifest) -> None:
     """Raise `InvalidInput` naming every file that is missing, of another size or of other content."""
     problems = [
-        Problem(
-            "changed-file",
-            str(folder / name),
-            found,
-            f"{entry['bytes']} bytes, sha256 {entry['sha256'][:12]}…",
-            f"dvc repro {manifest.stage}",
-        )
+        changed_file(folder / name, found, f"{entry['bytes']} bytes, sha256 {entry['sha256'][:12]}…", manifest.stage)
         for name, entry in manifest.files.items()
         if (found := _difference(folder / name, entry))
     ]
     if problems:
         raise InvalidInput(*problems)
+
+
+def changed_file(path: Path, found: str, expected: str, stage: str) -> Problem:
+    """An output of `stage` is not as it was made.
+
+    DVC 3.67 looks at sizes and times alone, and never writes over an object of its cache: where a bit has flipped on
+    the disk, even `dvc repro --force` leaves the broken file there, of which the output is a hard link.
+    """
+    return Problem(
+        "changed-file",
+        str(path),
+        found,
+        expected,
+        f"find .dvc/cache -samefile {path} -delete; rm -f {path}; then: dvc repro {stage}   (or: dvc pull {stage})",
+    )
 
 
 def _difference(path: Path, entry: dict[str, Any]) -> str:

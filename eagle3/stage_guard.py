@@ -2,13 +2,13 @@
 
 DVC hashes a stage's dependencies after the run (treeverse/dvc#11058), leaves its child running when it is killed, and
 deletes outputs before a run. So the guard digests the inputs at the start and again at the end, ties the process to its
-parent, keeps resumable work in `$DVC_ROOT/.dvc/tmp/eagle3/<stage>/<digest>`, and publishes by hard links at the end.
+parent, keeps resumable work in `$DVC_ROOT/.dvc/tmp/eagle3/<stage>/<digest>`, and moves the outputs into place at the
+end.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import resource
@@ -18,19 +18,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eagle3.atomic_files import publish_directory, publish_file, sha256_of, sha256_of_json
+from eagle3.atomic_files import bring_beside, remove, sha256_of, sha256_of_json
+from eagle3.file_faults import file_fault, naming
 from eagle3.manifests import NAME as MANIFEST
 from eagle3.params import PARAMS_FILE, params_as_dict, parse_params
-from eagle3.problems import InvalidInput, invalid
+from eagle3.problems import InvalidInput, format_problem, invalid
 from eagle3.yaml12 import read_yaml
 
 KEPT_DIGESTS = 2
+# dvc.lock, rwlock, an entry of the run cache and .dir objects, several times over.
+ROOM_FOR_THE_RECORD = 1 << 20
 PR_SET_PDEATHSIG = 1
 
 
@@ -72,9 +75,12 @@ class Stage:
         return staged
 
     def publish(self) -> None:
-        for target, staged in self._outs.items():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (publish_directory if staged.is_dir() else publish_file)(staged, target)
+        """What can fail for want of room comes before the first old output goes."""
+        ready = {target: bring_beside(staged, target) for target, staged in self._outs.items()}
+        _require_room_for_the_record(self.name)
+        for target, path in ready.items():
+            remove(target)
+            os.replace(path, target)
         for path in (self.scratch / "out", *self.spent):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -88,20 +94,27 @@ def run_stage(name: str, body: Callable[[Stage], None]) -> int:
         with _guarded(name) as stage:
             body(stage)
     except InvalidInput as error:
-        print(f"{error}\n{name}: failed; nothing was recorded", file=sys.stderr, flush=True)
-        return 1
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return _failed(name, str(error))
+    except Exception as error:
+        problem = file_fault(error, scratch_home() / name)
+        if problem is None:
             raise
-        print(f"{_no_space(name, error)}\n{name}: failed; nothing was recorded", file=sys.stderr, flush=True)
-        return 1
+        return _failed(name, format_problem(problem))
     return 0
+
+
+def _failed(name: str, why: str) -> int:
+    removed = "; DVC had removed the old outputs, they come back with: dvc checkout && git checkout reports"
+    hint = removed if "DVC_ROOT" in os.environ else ""
+    print(f"{why}\n{name}: failed; nothing was recorded{hint}", file=sys.stderr, flush=True)
+    return 1
 
 
 @contextmanager
 def _guarded(name: str) -> Iterator[Stage]:
-    die_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
+    die_with_parent()
+    _require_living_dvc()
     values, params = _declared(name)
     digest = inputs_digest(name)
     home = scratch_home() / name
@@ -125,10 +138,49 @@ def _guarded(name: str) -> Iterator[Stage]:
         stage.publish()
 
 
+def _require_room_for_the_record(name: str) -> None:
+    """On a full disk DVC 3.67 cuts dvc.lock and its own lock files to nothing, and every later command fails."""
+    free = shutil.disk_usage(".").free
+    if free < ROOM_FOR_THE_RECORD:
+        raise invalid(
+            "no-space",
+            str(Path.cwd()),
+            f"{free / 2**10:.0f} KiB free when {name} had finished",
+            f"{ROOM_FOR_THE_RECORD / 2**10:.0f} KiB, for DVC to record it",
+            f"make room (dvc gc -w -a -T --all-experiments drops unused cache), then: dvc repro {name}",
+        )
+
+
 def die_with_parent(number: int = signal.SIGTERM) -> None:
     """Ask Linux to signal this process when its parent dies, so that a killed `dvc repro` leaves no orphan."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def _require_living_dvc() -> None:
+    """Leave if DVC was killed before `die_with_parent`, while Python started: nobody would record what we make.
+
+    DVC 3.67 (rwlock.py) names the process that is about to run a stage in its lock file.
+    """
+    if "DVC_STAGE" not in os.environ:
+        return
+    try:
+        writers = json.loads(Path(".dvc/tmp/rwlock").read_text(encoding="utf-8"))["write"].values()
+        pids = [int(writer["pid"]) for writer in writers]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return  # another DVC, which writes it otherwise
+    if pids and not any(map(_is_alive, pids)):
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's
+    return True
 
 
 def scratch_home() -> Path:
@@ -236,8 +288,14 @@ def _measured(name: str, digest: str) -> Iterator[dict[str, float]]:
             "completed": sys.exc_info()[0] is None,
             **figures,
         }
-        with open(scratch_home() / "runs.jsonl", "a", encoding="utf-8") as log:
-            log.write(json.dumps(row) + "\n")
+        # where the stage has failed, a full disk must not be said in place of its own error
+        with nullcontext() if row["completed"] else suppress(OSError):
+            _append(scratch_home() / "runs.jsonl", row)
+
+
+def _append(log: Path, row: dict[str, Any]) -> None:
+    with naming(log), open(log, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 class _PeakMemory(threading.Thread):
@@ -270,16 +328,3 @@ def _tree_memory(root: int) -> int:
         except (OSError, IndexError, ValueError):
             continue  # the process ended meanwhile
     return total
-
-
-def _no_space(name: str, error: OSError) -> str:
-    free = shutil.disk_usage(".").free
-    return str(
-        invalid(
-            "no-space",
-            str(error.filename or "."),
-            f"{error.strerror}, {free / 2**30:.1f} GiB free",
-            "room for the output of the stage",
-            f"make room (dvc gc -w -a -T --all-experiments drops unused cache), then: dvc repro {name}",
-        )
-    )

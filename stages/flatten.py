@@ -13,8 +13,8 @@ from eagle3.atomic_files import link_or_copy
 from eagle3.drafts import walk_files
 from eagle3.formats.checkpoint_files import epoch_folders
 from eagle3.formats.flattening import flatten_checkpoint
-from eagle3.manifests import NAME, Manifest, read_manifest, write_manifest
-from eagle3.problems import InvalidInput, Problem, invalid
+from eagle3.manifests import NAME, Manifest, changed_file, read_manifest, write_manifest
+from eagle3.problems import InvalidInput, invalid
 from eagle3.stage_guard import Stage, run_stage
 
 CHECKPOINTS = Path("data/checkpoints")
@@ -63,8 +63,9 @@ def check_unchanged(before: Manifest, after: Manifest, names: list[str]) -> None
     """A tensor file that was not rewritten has the digest that train recorded."""
     changed = [name for name in names if before.files.get(name) != after.files[name]]
     if changed:
-        fix = "dvc repro -f train"
-        raise InvalidInput(*(Problem("changed-file", name, "other bytes", f"as in {NAME}", fix) for name in changed))
+        raise InvalidInput(
+            *(changed_file(CHECKPOINTS / name, "other bytes", f"as in {NAME}", "train") for name in changed)
+        )
 
 
 if __name__ == "__main__":

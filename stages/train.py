@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from eagle3.atomic_files import publish_directory, write_json
+from eagle3.atomic_files import link_tree, write_json
 from eagle3.drafts.checkpoints import write_epoch
 from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.drafts.draft_model import build_draft, draft_steps, read_vocabulary
@@ -66,7 +66,7 @@ def run(stage: Stage) -> None:
     done = train(model, params, (train_rows, val_rows), kept, close_epoch, save_every)
     records: list[Record] = [read_json_object(kept / f"epoch_{n}.json").value for n in range(params.epochs)]
     checkpoints = stage.out("data/checkpoints")
-    publish_directory(kept / "checkpoints", checkpoints)
+    link_tree(kept / "checkpoints", checkpoints)
     write_json(checkpoints / "verifier_config.json", verifier.config)
     decisions = {
         "best_epoch": best_epoch(records, params.ttt_steps),

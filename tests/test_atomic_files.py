@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +14,22 @@ from hypothesis import strategies as st
 
 from eagle3.atomic_files import (
     atomic_path,
+    bring_beside,
     link_or_copy,
-    publish_directory,
-    publish_file,
+    link_tree,
+    remove,
     sha256_of,
     sha256_of_json,
     write_json,
 )
 
-OTHER_DISK = Path("/dev/shm")
+
+@pytest.fixture
+def other_disk(tmp_path) -> Iterator[Path]:
+    """Linux mounts a file system in memory here."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert os.stat(folder).st_dev != tmp_path.stat().st_dev
+        yield Path(folder)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -50,23 +60,52 @@ def test_nan_is_no_json(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_published_folder_replaces_the_old_one_by_links(tmp_path):
-    source, target = tmp_path / "scratch", tmp_path / "data/out"
-    (source / "epoch_0").mkdir(parents=True)
-    (source / "epoch_0/model").write_text("new")
+def test_what_is_on_the_same_disk_is_ready_as_it_is(tmp_path):
+    source = tmp_path / "scratch/out"
+    source.mkdir(parents=True)
+    assert bring_beside(source, tmp_path / "data/out") == source
+    assert (tmp_path / "data").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_on_another_disk_is_copied_beside_the_target(tmp_path, other_disk, kind):
+    source, target = tmp_path / "scratch", other_disk / "data/out"
     (target / "stale").mkdir(parents=True)
-    publish_directory(source, target)
-    assert [path.relative_to(target).as_posix() for path in sorted(target.rglob("*"))] == ["epoch_0", "epoch_0/model"]
-    assert (target / "epoch_0/model").stat().st_ino == (source / "epoch_0/model").stat().st_ino
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["out"]
+    beside = other_disk / "data/.out.partial"
+    beside.mkdir()  # of a run that was killed
+    if kind == "file":
+        source.write_text("new")
+    else:
+        (source / "epoch_0").mkdir(parents=True)
+        (source / "epoch_0/model").write_text("new")
+    assert bring_beside(source, target) == beside
+    assert (beside if kind == "file" else beside / "epoch_0/model").read_text() == "new"
+    assert (target / "stale").is_dir(), "the old output stays until all are ready"
 
 
-def test_a_published_file_is_a_copy_that_people_may_edit(tmp_path):
-    source, target = tmp_path / "scratch.json", tmp_path / "reports/x.json"
-    source.write_text("{}")
-    publish_file(source, target)
-    assert target.read_text() == "{}"
-    assert target.stat().st_ino != source.stat().st_ino
+def test_a_copy_that_fails_leaves_nothing_beside_the_target(tmp_path, other_disk):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch/dangling").symlink_to("nowhere")
+    with pytest.raises(shutil.Error):
+        bring_beside(tmp_path / "scratch", other_disk / "out")
+    assert not list(other_disk.iterdir())
+
+
+def test_a_tree_of_links_shares_its_files(tmp_path):
+    (tmp_path / "from/epoch_0").mkdir(parents=True)
+    (tmp_path / "from/epoch_0/model").write_text("tensor")
+    link_tree(tmp_path / "from", tmp_path / "to")
+    assert (tmp_path / "to/epoch_0/model").samefile(tmp_path / "from/epoch_0/model")
+
+
+def test_what_is_absent_need_not_be_removed_and_a_link_is_not_followed(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    for name in ("nothing", "link"):
+        remove(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    remove(tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_symbolic_link_is_followed(tmp_path):
@@ -77,15 +116,10 @@ def test_a_symbolic_link_is_followed(tmp_path):
     assert (tmp_path / "released").read_text() == "tensor"
 
 
-@pytest.mark.skipif(not OTHER_DISK.is_dir(), reason="no second file system here")
-def test_across_file_systems_a_link_becomes_a_copy(tmp_path):
-    target = OTHER_DISK / f"eagle3-test-{os.getpid()}"
+def test_across_file_systems_a_link_becomes_a_copy(tmp_path, other_disk):
     (tmp_path / "model").write_text("tensor")
-    try:
-        link_or_copy(tmp_path / "model", target)
-        assert target.read_text() == "tensor"
-    finally:
-        target.unlink(missing_ok=True)
+    link_or_copy(tmp_path / "model", other_disk / "model")
+    assert (other_disk / "model").read_text() == "tensor"
 
 
 def test_a_target_that_is_there_is_not_written_over(tmp_path):

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,112 @@ def test_states_of_cached_tokens_are_stored_too(engine, references, tmp_path):
     assert distance(states[:, -1], references[SAMPLES[-1].sample_id][:, NUM_LAYERS]) < SAME
 
 
+# Fails in the middle of a shard: the file becomes one that takes no byte, or one of the engine's processes is killed.
+FAILING = """
+import os, signal, sys
+from pathlib import Path
+from dataclasses import replace
+import psutil
+from eagle3.file_faults import file_fault
+from eagle3.machine import DEFAULT
+from eagle3.problems import InvalidInput
+from eagle3.states.extraction import extracted
+from eagle3.states.vllm_engine import prepare_environment, start_engine
+from tests.test_hidden_states_connector import LAYER_IDS, SAMPLES, WINDOW, shard_of
+
+def fill_the_disk():
+    for path in Path("shards").glob(".shard-*"):
+        path.unlink()
+        path.symlink_to("/dev/full")
+
+def kill_a_worker():
+    for child in psutil.Process().children():
+        if "Worker_TP1" in child.name():
+            child.kill()
+
+def fail(num_tokens):
+    {fault}()
+
+def processes():
+    return [child.pid for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()]
+
+if __name__ == "__main__":
+    machine = replace(DEFAULT, tensor_parallel_size={workers}, kv_cache_gib=1)
+    prepare_environment(machine)
+    from eagle3.states.hidden_states_connector import engine_options
+
+    options = dict(engine_options(LAYER_IDS), max_num_seqs=2)
+    engine = start_engine(Path({verifier!r}), machine, WINDOW, False, **options)
+    shard = shard_of(SAMPLES)
+    try:
+        with extracted(engine, shard, Path("shards") / shard.name, fail):
+            pass
+    except InvalidInput as error:
+        print(error.problems[0].code, error.problems[0].found)
+    except Exception as error:
+        print(file_fault(error, "shards").code, error)
+    print("left:", os.listdir("shards"))
+    print("processes:", *processes(), flush=True)
+    os._exit(0)  # as by a kill: nobody is asked to leave
+"""
+
+
+def alive(pid: str) -> bool:
+    path = Path("/proc", pid, "stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@dataclass(frozen=True)
+class Said:
+    """The last lines of the script."""
+
+    problem: str
+    left: str
+    processes: list[str]
+
+
+def run_script(folder: Path, script: str) -> Said:
+    (folder / "script.py").write_text(script)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    with open(folder / "said", "w") as out, open(folder / "errors", "w") as errors:
+        # files: a pipe would stay open, and be waited for, as long as any orphan lived
+        done = subprocess.run(
+            [sys.executable, "script.py"],
+            **{"cwd": folder, "env": {**clean, "PYTHONPATH": str(ROOT)}, "stdout": out, "stderr": errors},
+            check=False,
+        )
+    assert done.returncode == 0, (folder / "errors").read_text()[-4000:]
+    problem, left, processes = ["", "", "", *(folder / "said").read_text().splitlines()][-3:]
+    return Said(problem, left, processes.split()[1:])
+
+
+@pytest.mark.timeout(100)  # less than the silence that was waited for before a failed write ended the engine
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_write_that_fails_ends_the_extraction_at_once(verifier, tmp_path, workers):
+    """With two workers they are processes of their own, and vLLM quotes the error."""
+    said = run_script(tmp_path, FAILING.format(fault="fill_the_disk", workers=workers, verifier=str(verifier)))
+    assert said.problem.startswith("no-space ")
+    assert "No space left on device" in said.problem
+    assert said.left == "left: []"
+    assert len(said.processes) == (workers if workers > 1 else 0)
+    wait_for_their_end(said.processes)
+
+
+@pytest.mark.long
+def test_a_worker_that_dies_in_the_middle_is_one_problem(verifier, tmp_path):
+    said = run_script(tmp_path, FAILING.format(fault="kill_a_worker", workers=2, verifier=str(verifier)))
+    assert said.problem.startswith("engine ")
+    assert said.left == "left: []"
+    wait_for_their_end(said.processes)
+
+
+def wait_for_their_end(processes: list[str]) -> None:
+    deadline = time.monotonic() + 20
+    while any(map(alive, processes)):
+        assert time.monotonic() < deadline, processes
+        time.sleep(0.05)
+
+
 TWO_WORKERS = """
 from pathlib import Path
 from dataclasses import replace
@@ -178,14 +285,7 @@ if __name__ == "__main__":
 @pytest.mark.long
 def test_two_workers_write_the_states_of_one(engine, verifier, tmp_path):
     """Tensor parallel: the connector runs in processes of its own, and rank 0 alone writes."""
-    script = tmp_path / "two_workers.py"
-    script.write_text(TWO_WORKERS.format(verifier=str(verifier), folder=str(tmp_path / "two")))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        **{"env": {**environment, "PYTHONPATH": str(ROOT)}, "text": True, "capture_output": True, "check": False},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(tmp_path, TWO_WORKERS.format(verifier=str(verifier), folder=str(tmp_path / "two")))
     two = samples_of(tmp_path / "two" / shard_of(SAMPLES).name)
     for found, expected in zip(two, extract(engine, SAMPLES, tmp_path), strict=True):
         assert distance(found, expected) < SAME

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle3.atomic_files import link_or_copy, write_json
+from eagle3.file_faults import naming
 
 FROZEN, TRAINED, INDEX = "model-frozen.safetensors", "model-trained.safetensors", "model.safetensors.index.json"
 FROZEN_TENSORS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
@@ -55,13 +56,18 @@ def write_epoch(folder: Path, epoch: int, model: Any, source: str) -> Path:
     if first.exists():
         link_or_copy(first, place / FROZEN)
     else:
-        save_file(frozen, place / FROZEN, metadata={"format": "pt"})
-    save_file(state, place / TRAINED, metadata={"format": "pt"})
+        _save(frozen, place / FROZEN)
+    _save(state, place / TRAINED)
     files = {**dict.fromkeys(frozen, FROZEN), **dict.fromkeys(state, TRAINED)}
     total = sum(tensor.numel() * tensor.element_size() for tensor in (*frozen.values(), *state.values()))
     write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     write_json(place / "config.json", nested_config(model, source))
     return place
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    with naming(path):
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:

@@ -69,8 +69,9 @@ def save_state(folder: Path, trainer: Any, curves: Curves, epoch: int, step: int
         "steps": curves.steps,
         "epochs": [asdict(metrics) for metrics in curves.epochs],
     }
-    with atomic_path(folder / FILE) as partial:
-        torch.save(state, partial)
+    # a file of Python's: of one that it opens itself torch 2.13 does not say why it could not be written
+    with atomic_path(folder / FILE) as partial, open(partial, "wb") as file:
+        torch.save(state, file)
 
 
 def load_state(folder: Path, trainer: Any, curves: Curves) -> tuple[int, int, float]:

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from eagle3.file_faults import naming
 from eagle3.problems import InvalidInput, Problem, invalid
 
 FILE = "vocab_map.safetensors"
@@ -102,7 +103,8 @@ def coverage(counts_V: np.ndarray, ids_K: np.ndarray) -> float:
 def write_vocab_map(folder: Path, d2t_K: np.ndarray, t2d_V: np.ndarray) -> None:
     assert not _map_fault(d2t_K, t2d_V), _map_fault(d2t_K, t2d_V)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({"d2t": d2t_K, "t2d": t2d_V}, folder / FILE)
+    with naming(folder / FILE):
+        save_file({"d2t": d2t_K, "t2d": t2d_V}, folder / FILE)
 
 
 def read_vocab_map(folder: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagle3.atomic_files import BLOCK, link_or_copy, write_json
+from eagle3.file_faults import naming
 from eagle3.formats.checkpoint_files import INDEX, read_checkpoint_tensors
 from eagle3.formats.json_files import printable
 from eagle3.formats.safetensors_headers import FileHeader, TensorHeader, write_header
@@ -32,7 +33,7 @@ def rewrite(source: FileHeader, target: Path, plan: Mapping[str, NewTensor | Non
     kept = [(old, plan.get(old.name, NewTensor(old.name, old.dtype, old.shape))) for old in source.tensors]
     rows = [(old, new) for old, new in kept if new is not None] + [(None, new) for new in added]
     header = write_header({new.name: (new.dtype, new.shape) for _, new in rows}, source.metadata)
-    with open(source.path, "rb") as reader, open(target, "xb") as writer:
+    with naming(target), open(source.path, "rb") as reader, open(target, "xb") as writer:
         writer.write(header)
         for old, new in rows:
             if old is None or new.data is not None:

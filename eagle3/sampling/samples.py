@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle3.file_faults import naming
 from eagle3.problems import InvalidInput, invalid
 from eagle3.sampling.conversations import SPLITS
 
@@ -83,7 +84,8 @@ def write_samples(folder: Path, samples: Iterable[Sample]) -> list[Sample]:
     assert not (faults := [(row.sample_id, fault) for row in rows if (fault := sample_fault(row))]), faults
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist([vars(row) for row in rows], schema=SCHEMA)
-    pq.write_table(table, folder / FILE, compression="zstd", row_group_size=ROW_GROUP)
+    with naming(folder / FILE):
+        pq.write_table(table, folder / FILE, compression="zstd", row_group_size=ROW_GROUP)
     return rows
 
 

@@ -24,10 +24,10 @@ from eagle3.manifests import Manifest
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.hidden_states import Shard, map_shard
 from eagle3.states.shard_file import ShardFile, state_faults
-from eagle3.states.vllm_engine import prepare_environment, start_engine
+from eagle3.states.vllm_engine import engine_errors, prepare_environment, start_engine
 from eagle3.verifiers.verifier import Verifier
 
-# Writers only copy into the page cache; silence for so long means that one has failed.
+# Writers only copy into the page cache, and a failed one ends the engine: silence for so long is a fault of ours.
 SECONDS_WITHOUT_A_WRITE = 120.0
 # Positions of a shard at which the verifier's head is asked for the next token. Batching turns near-ties, so a token
 # counts as found within a few bf16 steps of the top logit. Seen on SmolLM2-135M (1,921 tokens): 98.3% are the top, all
@@ -111,9 +111,10 @@ def extracted(engine: Any, shard: Shard, target: Path, on_tokens: Callable[[int]
     assert engine.model_config.max_model_len > longest, (engine.model_config.max_model_len, longest)
     assert engine.model_config.dtype == torch.bfloat16, engine.model_config.dtype
     with ShardFile(target, shard) as file:
-        _empty_prefix_cache(engine)
-        _enqueue(engine, file)
-        _run_until_written(engine, file, on_tokens)
+        with engine_errors("extract hidden states"):
+            _empty_prefix_cache(engine)
+            _enqueue(engine, file)
+            _run_until_written(engine, file, on_tokens)
         yield file
 
 
@@ -196,7 +197,8 @@ def _check_greedy(engine: Any, file: ShardFile) -> tuple[int, int]:
     """
     tensors, rows = map_shard(file.path), torch.tensor(_rows_before_answers(file.shard))
     next_ids_P = tensors["input_ids"][rows + 1].long()
-    steps_P = engine.apply_model(partial(_steps_below_top, tensors["hidden_states"][rows, -1], next_ids_P))[0]
+    with engine_errors("apply its norm and head"):
+        steps_P = engine.apply_model(partial(_steps_below_top, tensors["hidden_states"][rows, -1], next_ids_P))[0]
     asked, found = len(rows), sum(steps <= NEAR_STEPS for steps in steps_P)
     if asked - found > max(1, MAX_LOST_SHARE * asked):
         raise invalid(

@@ -11,8 +11,8 @@ vLLM loads the class by module and name, in the engine's own processes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
+from eagle3.file_faults import naming
 from eagle3.states.shard_file import write_at
 
 NUM_WRITERS = 4
@@ -30,6 +31,8 @@ NUM_WRITERS = 4
 
 class ShardConnector(ExampleHiddenStatesConnector):
     """Writes a finished request's states and token ids to the place given by `destination`, from TP rank 0 alone."""
+
+    _failure: BaseException | None = None
 
     def _submit_async_write(self, pending: Any) -> None:
         """On a CPU, where the parent would pin memory and record CUDA events, the copy is a plain gather."""
@@ -46,18 +49,29 @@ class ShardConnector(ExampleHiddenStatesConnector):
             self._req_futures[pending.req_id] = future
             future.add_done_callback(partial(self._on_write_done, pending.req_id))
 
+    def _on_write_done(self, req_id: str, future: Future[None]) -> None:
+        """In a writer thread."""
+        super()._on_write_done(req_id, future)
+        self._failure = self._failure or future.exception()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Called in every step of the engine, so that a failed write ends it at once, in whichever process it runs.
+
+        The parent only logs the failure; the driver would wait for states that never come.
+        """
+        if self._failure:
+            raise self._failure
+        return super().get_finished(finished_req_ids)
+
     @staticmethod
     def _write_tensors(tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
         """In a writer thread: states first, ids last, for the ids say that the states are there."""
         assert lock_fd is None, "use_synchronization_lock is off"
         event.synchronize()
         path, states_at, ids_at = _parse_destination(filename)
-        fd = os.open(path, os.O_WRONLY)
-        try:
-            write_at(fd, _bytes_of(tensors["hidden_states"]), states_at)
-            write_at(fd, _bytes_of(tensors["token_ids"].to(torch.int32)), ids_at)
-        finally:
-            os.close(fd)
+        with naming(path), open(path, "r+b", buffering=0) as file:
+            write_at(file.fileno(), _bytes_of(tensors["hidden_states"]), states_at)
+            write_at(file.fileno(), _bytes_of(tensors["token_ids"].to(torch.int32)), ids_at)
 
 
 class Done:

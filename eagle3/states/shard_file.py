@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from eagle3.file_faults import naming
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.hidden_states import STORE_DTYPE, Shard, ids_as_bytes
 
@@ -42,7 +43,8 @@ class ShardFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = _create_locked(self.path)
         try:
-            self._write_known_parts()
+            with naming(self.path):
+                self._write_known_parts()
         except OSError:
             self._remove()
             raise

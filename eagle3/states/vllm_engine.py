@@ -6,16 +6,18 @@ vLLM 0.32.0.
 
 from __future__ import annotations
 
-import errno
 import os
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eagle3.file_faults import file_fault
 from eagle3.machine import Machine, cores_by_rank
 from eagle3.problems import invalid
+from eagle3.stage_guard import die_with_parent
 
 GIB = 1 << 30
 DEFAULT_CPU_KV_CACHE_GIB = 2
@@ -52,7 +54,7 @@ def start_engine(verifier: Path, machine: Machine, max_model_len: int, trust_rem
     options are vLLM's own (`speculative_config`, `kv_transfer_config`, `max_num_seqs`, ...) and win over the settings
     here. Whatever stops the engine from starting is `InvalidInput` with vLLM's own words.
     """
-    with _engine_errors("start"):
+    with engine_errors("start"):
         prepare_environment(machine)
         # vLLM 0.32.0 itself reads torch's deprecated reduce_op while it loads
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
@@ -73,7 +75,17 @@ def start_engine(verifier: Path, machine: Machine, max_model_len: int, trust_rem
             # None on a GPU: vLLM profiles and takes its share; on a CPU it would take most of the machine's memory
             "kv_cache_memory_bytes": kv_cache_gib * GIB if kv_cache_gib else None,
         }
-        return LLM(str(verifier), **{**settings, **options})
+        engine = LLM(str(verifier), **{**settings, **options})
+        if tensor_parallel_size > 1 and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            engine.collective_rpc(_die_with_the_stage)
+        return engine
+
+
+def _die_with_the_stage(worker: Any) -> None:
+    """In each worker process. vLLM 0.32.0 tells a worker by a pipe that its parent is gone, but one that spins in a
+    collective operation, waiting for another rank, never looks: seen on a CPU, for ever and at full speed.
+    """
+    die_with_parent(signal.SIGKILL)
 
 
 def stop_engine(engine: Any) -> None:
@@ -92,7 +104,7 @@ def generate(engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[A
     """
     window = engine.model_config.max_model_len
     assert all(len(ids) + one.max_tokens <= window for ids, one in zip(prompts, sampling, strict=True))
-    with _engine_errors("answer"):
+    with engine_errors("answer"):
         return list(
             engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], list(sampling), use_tqdm=False)
         )
@@ -107,11 +119,15 @@ def _engine_failures() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def _engine_errors(doing: str) -> Iterator[None]:
+def engine_errors(doing: str) -> Iterator[None]:
+    """What vLLM raises becomes `InvalidInput` with vLLM's own words; faults of files pass, the stage guard says them.
+
+    doing: completes "an engine that can ...".
+    """
     try:
         yield
     except _engine_failures() as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if file_fault(error):
             raise
         words = " ".join(str(error).split()) or "no message"
         raise invalid(

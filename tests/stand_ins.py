@@ -1,0 +1,167 @@
+"""A repository whose slow stages are stand-ins, for faults that have nothing to do with engines.
+
+The bodies of sample, extract, train and serve-test are replaced by deterministic functions of their declared inputs;
+the guard around them, DVC, Git and the other four stages are real. A stand-in writes as its stage does: pieces that
+survive a kill in scratch, outputs and manifest at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.code_deps import ROOT
+from tests.repository import environment, set_params
+
+HEAD = '''\
+"""Stand-in for the stage: a deterministic function of its declared inputs. STAND_IN_SECONDS: pause after a piece."""
+
+import hashlib, json, os, sys, time
+from pathlib import Path
+
+from eagle3.atomic_files import atomic_path, link_or_copy, sha256_of_json, write_json, write_text
+from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
+from eagle3.stage_guard import Stage, run_stage
+
+
+def pause():
+    time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
+
+
+def read(*stages):
+    """What earlier stages recorded, every byte of it as they wrote it."""
+    made = {name: read_manifest(Path("data") / name, stage) for name, stage in stages}
+    for name, manifest in made.items():
+        verify_files(Path("data") / name, manifest)
+    return {name: manifest.as_dict() for name, manifest in made.items()}
+
+
+'''
+SAMPLE = """\
+from eagle3.sampling.samples import Sample, write_samples
+
+
+def run(stage: Stage) -> None:
+    rows = [row for path in sorted(Path("data/conversations").glob("*.jsonl")) for row in path.open()]
+    samples = []
+    for number, row in enumerate(rows):
+        digest = sha256_of_json([stage.values, row])
+        piece = stage.scratch / f"answers-{digest}.json"
+        if not piece.exists():
+            write_json(piece, [byte % 160 for byte in hashlib.sha512(digest.encode()).digest()])
+            pause()
+        split = ("train", "train", "val", "eval")[number % 4]
+        ids = json.loads(piece.read_text())
+        name = f"{number:04}"
+        samples.append(Sample(name, name, 0, split, ids, [index > 3 for index in range(len(ids))], "stop"))
+    folder = stage.out("data/samples")
+    write_samples(folder, samples)
+    decisions = {"vocab_size": 160, "special_token_ids": [0, 1, 2]}
+    write_manifest(folder, Manifest("sample", stage.values, decisions=decisions))
+"""
+EXTRACT = """\
+def run(stage: Stage) -> None:
+    made, folder = read(("samples", "sample")), stage.out("data/hidden_states")
+    folder.mkdir(parents=True)
+    for number in range(6):
+        key = sha256_of_json([stage.values, made, number])
+        shard = stage.shared_scratch / f"shard-{key[:16]}.safetensors"
+        if not shard.exists():
+            with atomic_path(shard) as partial:
+                partial.write_bytes(hashlib.shake_256(key.encode()).digest(20_000))
+            pause()
+        link_or_copy(shard, folder / shard.name)
+    write_manifest(folder, Manifest("extract", stage.values, made))
+"""
+TRAIN = """\
+from tests.drafts import VERIFIER, write_nested
+
+
+def run(stage: Stage) -> None:
+    made = read(("hidden_states", "extract"), ("vocab_map", "vocab-map"))
+    digest = sha256_of_json([stage.values, made])
+    folder = stage.out("data/checkpoints")
+    for epoch in range(stage.params.train.epochs):
+        write_nested(folder / f"epoch_{epoch}", fill=1 + int(digest[epoch : epoch + 2], 16) % 60)
+        pause()
+    write_json(folder / "verifier_config.json", VERIFIER)
+    decisions = {"best_epoch": 0, "inputs": digest}
+    write_manifest(folder, Manifest("train", stage.values, made, {"source": "org/model"}, decisions=decisions))
+    write_json(stage.out("reports/train.json"), {"loss": int(digest[:6], 16)})
+    for name in ("loss", "accuracy"):
+        write_text(stage.out(f"reports/{name}.csv"), f"epoch,train,val\\n0,{digest[0:2]},{digest[2:4]}\\n")
+"""
+SERVE_TEST = """\
+def run(stage: Stage) -> None:
+    made = read(("draft", "flatten"), ("samples", "sample"))
+    passed = [json.loads(Path(f"reports/{name}.json").read_text()) for name in CHECKS]
+    digest = sha256_of_json([stage.values, made, passed])
+    folder = stage.out("data/release")
+    folder.mkdir(parents=True)
+    for path in sorted(Path("data/draft").iterdir()):
+        if path.name != "manifest.json":
+            link_or_copy(path, folder / path.name)
+            pause()
+    write_manifest(folder, Manifest("serve-test", stage.values, made, decisions={"inputs": digest}))
+    write_json(stage.out("reports/serve_test.json"), {"acceptance_length": int(digest[:4], 16)})
+    write_text(stage.out("reports/acceptance.csv"), f"position,served,walk\\n0,0.{digest[:3]},0.5\\n")
+
+
+CHECKS = ("validate_config", "simulate_weight_load")
+"""
+BODIES = {"sample": SAMPLE, "extract": EXTRACT, "train": TRAIN, "serve-test": SERVE_TEST}
+LEFT_OUT = ("tests/", "docs/", "reports/", "requirements/", "presets/", "dvc.lock")
+
+
+def light_repository(folder: Path) -> Path:
+    """Git and DVC as in a clone, four stages replaced, everything committed. Everything of it lies in `folder`."""
+    tracked = command(ROOT, "git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
+    for name in filter(None, tracked):
+        if not name.startswith(LEFT_OUT) and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    (folder / "tests").mkdir()
+    for name in ("__init__.py", "drafts.py"):
+        shutil.copyfile(ROOT / "tests" / name, folder / "tests" / name)
+    for name, body in BODIES.items():
+        stage = f'\n\nif __name__ == "__main__":\n    sys.exit(run_stage("{name}", run))\n'
+        (folder / f"stages/{name.replace('-', '_')}.py").write_text(HEAD + body + stage)
+    rows = [json.dumps({"messages": [{"role": "user", "content": f"number {n}"}]}) for n in range(12)]
+    (folder / "data/conversations/tiny.jsonl").write_text("\n".join(rows) + "\n")
+    set_params(folder, {"vocab_map": {"draft_vocab_size": 40}, "simulate_weight_load": {"engine_level": "off"}})
+    for words in (
+        "init -q",
+        "config user.email test@example.com",
+        "config user.name test",
+        "add -A",
+        "commit -qm start",
+    ):
+        command(folder, "git", *words.split())
+    return folder
+
+
+def variables(folder: Path, **more: str) -> dict[str, str]:
+    """The environment of a command in `folder`: no state outside it, so that two folders share nothing."""
+    kept = {"DVC_SITE_CACHE_DIR": str(folder / ".dvc/tmp/site"), "XDG_CACHE_HOME": str(folder / ".dvc/tmp/home")}
+    return environment() | kept | more
+
+
+def start(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(
+        words, cwd=folder, env=variables(folder, **more), text=True, **pipes, start_new_session=True
+    )
+
+
+def command(folder: Path, *words: str, status: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(words, cwd=folder, env=variables(folder, **more), text=True, capture_output=True, check=False)
+    assert done.returncode == status, f"{words} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    """Every file under data/ and reports/, and DVC's record of them."""
+    paths = [path for part in ("data", "reports") for path in (folder / part).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in [*paths, folder / "dvc.lock"]}
