@@ -263,7 +263,7 @@ def as_second_user(folder: Path, *words: str) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize("stage", ["vocab_map", "flatten"])
 def test_who_may_only_read_a_repository_is_told_so(copy, stage):
     before = outputs(copy)
-    give_away(copy, "go-w")
+    give_away(copy, "a+rX,go-w")
     done = as_second_user(copy, "python", "-m", f"stages.{stage}")
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("ERROR not-permitted: ")
