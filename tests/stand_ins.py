@@ -24,10 +24,21 @@ from pathlib import Path
 from eagle3.atomic_files import atomic_path, link_or_copy, sha256_of_json, write_json, write_text
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.stage_guard import Stage, run_stage
+from eagle3.yaml12 import read_yaml
 
 
 def pause():
     time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
+
+
+def write_reports(stage, digest):
+    """Every report that dvc.yaml names for the stage."""
+    spec = read_yaml(Path("dvc.yaml"))["stages"][stage.name]
+    for name in (name for report in [*spec.get("metrics", []), *spec.get("plots", [])] for name in report):
+        if name.endswith(".json"):
+            write_json(stage.out(name), {"number": int(digest[:6], 16)})
+        else:
+            write_text(stage.out(name), f"x,y\\n0,{int(digest[:6], 16)}\\n")
 
 
 def read(*stages):
@@ -76,6 +87,7 @@ def run(stage: Stage) -> None:
     write_manifest(folder, Manifest("extract", stage.values, made))
 """
 TRAIN = """\
+from eagle3.drafts.walk_files import write_walks
 from tests.drafts import VERIFIER, write_nested
 
 
@@ -84,14 +96,13 @@ def run(stage: Stage) -> None:
     digest = sha256_of_json([stage.values, made])
     folder = stage.out("data/checkpoints")
     for epoch in range(stage.params.train.epochs):
-        write_nested(folder / f"epoch_{epoch}", fill=1 + int(digest[epoch : epoch + 2], 16) % 60)
+        place = write_nested(folder / f"epoch_{epoch}", fill=1 + int(digest[epoch : epoch + 2], 16) % 60)
+        write_walks(place, {"0003": [int(digest[epoch], 16) % 4]})
         pause()
     write_json(folder / "verifier_config.json", VERIFIER)
     decisions = {"best_epoch": 0, "inputs": digest}
     write_manifest(folder, Manifest("train", stage.values, made, {"source": "org/model"}, decisions=decisions))
-    write_json(stage.out("reports/train.json"), {"loss": int(digest[:6], 16)})
-    for name in ("loss", "accuracy"):
-        write_text(stage.out(f"reports/{name}.csv"), f"epoch,train,val\\n0,{digest[0:2]},{digest[2:4]}\\n")
+    write_reports(stage, digest)
 """
 SERVE_TEST = """\
 def run(stage: Stage) -> None:
@@ -105,8 +116,7 @@ def run(stage: Stage) -> None:
             link_or_copy(path, folder / path.name)
             pause()
     write_manifest(folder, Manifest("serve-test", stage.values, made, decisions={"inputs": digest}))
-    write_json(stage.out("reports/serve_test.json"), {"acceptance_length": int(digest[:4], 16)})
-    write_text(stage.out("reports/acceptance.csv"), f"position,served,walk\\n0,0.{digest[:3]},0.5\\n")
+    write_reports(stage, digest)
 
 
 CHECKS = ("validate_config", "simulate_weight_load")
