@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
+from transformers.models.llama.modeling_llama import rotate_half
 
 from eagle3.drafts import draft_model
 from eagle3.drafts.cpu_attention import Block, document_attention
 from eagle3.drafts.cpu_draft import CpuEagle3DraftModel, layout_of
 from eagle3.drafts.cpu_head import head_argmax, head_loss
+from eagle3.drafts.cpu_norm import rms_norm, rotated
 from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.params import DraftParams, VerifierParams, read_params
 from eagle3.verifiers.verifier import Verifier, resolve_verifier
@@ -205,11 +207,11 @@ def dense(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tens
 def test_the_head_has_the_divergence_and_gradient_of_its_formula():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 150, 8, generator=generator).requires_grad_()
-    targets, head = torch.randn(150, 8, generator=generator), torch.randn(40, 8, generator=generator)
+    targets, head = torch.randn(150, 8, generator=generator), torch.randn(40, 8, generator=generator).bfloat16()
     weights = torch.rand(2, 150, generator=generator)
     losses, correct = head_loss(hidden, targets, head, head, weights)
-    logits = hidden.bfloat16() @ head.bfloat16().t()
-    wanted = (targets.bfloat16() @ head.bfloat16().t()).float()
+    logits = hidden.bfloat16() @ head.t()
+    wanted = (targets.bfloat16() @ head.t()).float()
     divergence = torch.nn.functional.kl_div(logits.float().log_softmax(-1), wanted.softmax(-1), reduction="none").sum(
         -1
     )
@@ -220,3 +222,34 @@ def test_the_head_has_the_divergence_and_gradient_of_its_formula():
     [found] = torch.autograd.grad(losses.sum(), hidden)
     [slope] = torch.autograd.grad(expected.sum(), hidden)
     torch.testing.assert_close(found, slope, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_and_its_gradient_are_the_librarys(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 16, generator=generator).to(dtype).requires_grad_()
+    norm = LlamaRMSNorm(16, 1e-5)
+    torch.nn.init.normal_(norm.weight, generator=generator)
+    slope = torch.randn(5, 16, generator=generator)
+    found, wanted = rms_norm(x, norm), norm(x)
+    close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(found, wanted, **close)
+    leaves = [x, norm.weight]
+    for ours, theirs in zip(
+        torch.autograd.grad(found, leaves, slope), torch.autograd.grad(wanted, leaves, slope), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, **close)
+
+
+def test_turning_back_is_the_gradient_of_turning():
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(5, 2, 8, generator=generator).bfloat16().requires_grad_()
+    angles = torch.rand(5, 1, 4, generator=generator).repeat(1, 1, 2)
+    out = rotated(heads, angles.cos(), angles.sin())
+    wanted = heads.float() * angles.cos() + rotate_half(heads.float()) * angles.sin()
+    torch.testing.assert_close(out, wanted.bfloat16())
+    slope = torch.randn(out.shape, generator=generator)
+    [found], [expected] = torch.autograd.grad(out, heads, slope.bfloat16()), torch.autograd.grad(wanted, heads, slope)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

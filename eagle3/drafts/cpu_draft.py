@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from speculators.losses import LossConfig
 from speculators.model import SpeculatorModel
 from speculators.models.eagle3 import Eagle3DraftModel
-from transformers.models.llama.modeling_llama import rotate_half
 
 from eagle3.drafts.cpu_attention import Block, document_attention
 from eagle3.drafts.cpu_head import head_argmax, head_loss
+from eagle3.drafts.cpu_norm import rms_norm, rotated
 
 LOSS_EPSILON = 1e-5  # speculators 0.9.0, losses/utils.py _LOSS_REDUCTION_EPS
 
@@ -116,12 +116,11 @@ class CpuEagle3DraftModel(Eagle3DraftModel):
         hidden_SUH = unrolled_SRH.flatten(0, 1).index_select(0, flat_SU.flatten()).view(*flat_SU.shape, -1)
         if verifier_last_hidden_states is None:
             return self._proposals(hidden_SUH, layout, document_ids.shape[1])
-        targets_UH = self.verifier_norm(verifier_last_hidden_states[0, layout.targets_U])
+        targets_UH = rms_norm(verifier_last_hidden_states[0, layout.targets_U], self.verifier_norm)
         counts_S = layout.valid_SU.sum(1, keepdim=True)
         decay_S = ttt_step_loss_decay ** torch.arange(ttt_steps).unsqueeze(1)
         weights_SU = layout.valid_SU * decay_S / (counts_S + LOSS_EPSILON)
-        heads = self.lm_head.weight, self.verifier_lm_head.weight
-        losses_S, correct_SU = head_loss(hidden_SUH, targets_UH, *heads, weights_SU)
+        losses_S, correct_SU = head_loss(hidden_SUH, targets_UH, *self._heads(), weights_SU)
         return [], losses_S.sum(), _metrics(losses_S.detach(), correct_SU, layout, loss_mask[0])
 
     def _unroll(
@@ -130,7 +129,7 @@ class CpuEagle3DraftModel(Eagle3DraftModel):
         """What the head reads, [S, R, H], from the aux states side by side."""
         used, steps = layout.used, len(layout.row_SU)
         ids = F.pad(input_ids_T, (0, steps))[: used + steps]
-        embeds = self.layers[0].input_layernorm(self.embed_tokens(ids))
+        embeds = rms_norm(self.embed_tokens(ids), self.layers[0].input_layernorm).bfloat16()
         rope = [
             self._rope(position_ids_T[:used]),
             *(self._rope(position_ids_T[layout.positions_R] + s) for s in range(steps)),
@@ -141,7 +140,7 @@ class CpuEagle3DraftModel(Eagle3DraftModel):
         for step in range(steps):
             for run in runs:
                 hidden = run(hidden, step)
-            normed = self.norm(hidden)
+            normed = rms_norm(hidden, self.norm)
             outputs.append(normed)
             hidden = normed if self.config.norm_output else hidden
         return torch.stack(outputs)
@@ -149,11 +148,20 @@ class CpuEagle3DraftModel(Eagle3DraftModel):
     def _combined(self, aux_TX: torch.Tensor) -> torch.Tensor:
         """The aux states, normed as configured, through fc: [T, H]."""
         if self.input_norm is not None:
-            aux_TX = self.input_norm(aux_TX)
+            aux_TX = rms_norm(aux_TX, self.input_norm)
         if self.fc_norm is not None:
             parts = aux_TX.chunk(len(self.fc_norm), dim=-1)
-            aux_TX = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            aux_TX = torch.cat([rms_norm(part, norm) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(aux_TX)
+
+    def _heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The draft's and the verifier's head in bfloat16, cast once: both are frozen."""
+        weights = self.lm_head.weight, self.verifier_lm_head.weight
+        versions = [(weight.data_ptr(), weight._version) for weight in weights]
+        if getattr(self, "_head_versions", None) != versions:
+            self._head_versions = versions
+            self._bfloat16_heads = tuple(weight.detach().bfloat16() for weight in weights)
+        return self._bfloat16_heads
 
     def _rope(self, position_ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [N, 1, D] in float32."""
@@ -162,7 +170,7 @@ class CpuEagle3DraftModel(Eagle3DraftModel):
 
     def _proposals(self, hidden_SUH: torch.Tensor, layout: Layout, total: int) -> list[torch.Tensor]:
         drafted_ST = torch.zeros(len(hidden_SUH), total, dtype=torch.int64)
-        found_SU = head_argmax(hidden_SUH, self.lm_head.weight)
+        found_SU = head_argmax(hidden_SUH, self._heads()[0])
         for step, (found_U, valid_U) in enumerate(zip(found_SU, layout.valid_SU, strict=True)):
             drafted_ST[step, layout.targets_U[valid_U] - step] = found_U[valid_U]
         return list(drafted_ST.unsqueeze(1))
@@ -184,58 +192,63 @@ class _LayerRun:
         attention = self.layer.self_attn
         self.head_dim, self.query_width = attention.head_dim, attention.q_proj.out_features
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        weight = torch.cat([each.weight for each in projections]).bfloat16()
-        bias = torch.cat([each.bias for each in projections]).bfloat16() if attention.q_proj.bias is not None else None
-        self.base = bias
+        self.weight = torch.cat([each.weight for each in projections]).bfloat16()
+        self.bias = (
+            torch.cat([each.bias for each in projections]).bfloat16() if attention.q_proj.bias is not None else None
+        )
         if self.first:
-            # the embedding's half of the product, for every position and the steps behind it
-            of_embeds, weight = weight.chunk(2, dim=1)
-            self.base = F.linear(embeds.bfloat16(), of_embeds, bias)
-        self.weight = weight
+            self._project_embeddings(embeds, len(rope) - 1)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+
+    def _project_embeddings(self, embeds: torch.Tensor, steps: int) -> None:
+        """The embedding's half: of all positions, and of the R ones, which see a later token at each step."""
+        of_embeds, self.weight = self.weight.chunk(2, dim=1)
+        products = F.linear(embeds, of_embeds, self.bias)
+        shifted = self.layout.positions_R + torch.arange(steps).unsqueeze(1)
+        self.of_all = products[: self.layout.used]
+        self.of_steps = products.index_select(0, shifted.flatten()).view(*shifted.shape, -1)
 
     def __call__(self, hidden: torch.Tensor, step: int) -> torch.Tensor:
         """hidden: of every position at step 0, else of R; so is the result, but for R from the last layer at step 0."""
         layer, rows_R = self.layer, self.layout.positions_R
-        normed = (layer.hidden_norm if self.first else layer.input_layernorm)(hidden)
+        normed = rms_norm(hidden, layer.hidden_norm if self.first else layer.input_layernorm)
         residual = normed if self.normed_residual else hidden
         normed = normed.bfloat16()
-        if step == 0:
-            every = torch.arange(self.layout.used)
-            blocks, queries, rope = self.layout.whole, every, self.rope[0]
-            self._remember(self._project(normed, every, slice(self.query_width, None)), rope)
-            if self.last:
-                blocks, queries, rope = self.layout.blocks, rows_R, self.rope[1]
-                normed, residual = normed[rows_R], residual[rows_R]
-            query = self._project(normed, queries, slice(self.query_width))
+        narrow = step > 0 or self.last
+        rope = self.rope[1 + step if narrow else 0]
+        if step > 0:
+            query, key_value = self._project(normed, step).split([self.query_width, self.key_width], dim=1)
+            self._remember(key_value, rope)
         else:
-            blocks, rope = self.layout.blocks, self.rope[1 + step]
-            projected = self._project(normed, rows_R + step, slice(None))
-            query = projected[:, : self.query_width]
-            self._remember(projected[:, self.query_width :], rope)
-        attended = document_attention(_rotated(query, self.head_dim, rope), self.keys, self.values, blocks, self.window)
-        hidden = residual + layer.self_attn.o_proj(attended)
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden).bfloat16())
+            self._remember(self._project(normed, None, slice(self.query_width, None)), self.rope[0])
+            if narrow:
+                normed, residual = normed.index_select(0, rows_R), residual.index_select(0, rows_R)
+            query = self._project(normed, 0 if narrow else None, slice(self.query_width))
+        blocks = self.layout.blocks if narrow else self.layout.whole
+        query = rotated(query.unflatten(1, (-1, self.head_dim)), *rope)
+        hidden = residual + layer.self_attn.o_proj(
+            document_attention(query, self.keys, self.values, blocks, self.window)
+        )
+        return hidden + layer.mlp(rms_norm(hidden, layer.post_attention_layernorm).bfloat16())
 
-    def _project(self, normed: torch.Tensor, positions: torch.Tensor, columns: slice) -> torch.Tensor:
+    @property
+    def key_width(self) -> int:
+        """Keys and values together."""
+        return self.weight.shape[0] - self.query_width
+
+    def _project(self, normed: torch.Tensor, step: int | None, columns: slice = slice(None)) -> torch.Tensor:
+        """Queries, keys and values, or some columns; `step`: that of R positions, None for every position at step 0."""
         weight = self.weight[columns]
-        if self.first:
-            assert self.base is not None
-            return torch.addmm(self.base[:, columns].index_select(0, positions), normed, weight.t())
-        return F.linear(normed, weight, None if self.base is None else self.base[columns])
+        if not self.first:
+            return F.linear(normed, weight, None if self.bias is None else self.bias[columns])
+        of_embeds = self.of_all if step is None else self.of_steps[step]
+        return torch.addmm(of_embeds[:, columns], normed, weight.t())
 
     def _remember(self, projected: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> None:
-        key, value = projected.chunk(2, dim=1)
-        self.keys.append(_rotated(key, self.head_dim, rope))
-        self.values.append(value.unflatten(1, (-1, self.head_dim)))
-
-
-def _rotated(projected: torch.Tensor, head_dim: int, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """[N, heads * D] -> [N, heads, D] in bfloat16, turned in float32 as the library does."""
-    cos, sin = rope
-    heads = projected.unflatten(1, (-1, head_dim))
-    return (heads * cos + rotate_half(heads) * sin).bfloat16()
+        key, value = projected.unflatten(1, (-1, self.head_dim)).chunk(2, dim=1)
+        self.keys.append(rotated(key, *rope))
+        self.values.append(value)
 
 
 def _metrics(

@@ -24,8 +24,8 @@ def head_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted sums of KL(verifier || draft) per step, [S], and whether the two argmaxes agree, bool [S, U].
 
-    Logits are bfloat16 products as under autocast, softmax and divergence float32: speculators 0.9.0, losses/eager.py
-    `kl_div_loss`. Gradients reach `hidden_SUH` alone; both heads are frozen.
+    Heads in bfloat16 and frozen: gradients reach `hidden_SUH` alone. Logits are bfloat16 products as under autocast,
+    softmax and divergence float32: speculators 0.9.0, losses/eager.py `kl_div_loss`.
     """
     with torch.autocast("cpu", enabled=False):  # dtypes are explicit here; autocast would sum the loss in bfloat16
         losses_S, correct_SU = _HeadLoss.apply(hidden_SUH, targets_UH, head_KH, verifier_head_KH, weights_SU)
@@ -33,10 +33,9 @@ def head_loss(
 
 
 def head_argmax(hidden_SUH: torch.Tensor, head_KH: torch.Tensor) -> torch.Tensor:
-    """The most likely draft id at every step and position, int64 [S, U]."""
-    head = head_KH.bfloat16()
+    """The most likely draft id at every step and position, int64 [S, U]; the head in bfloat16."""
     rows = hidden_SUH.bfloat16().flatten(0, 1).split(ROWS)
-    found = [_argmax(F.linear(piece, head).float()) for piece in rows]
+    found = [_argmax(F.linear(piece, head_KH).float()) for piece in rows]
     return torch.cat(found or [torch.zeros(0, dtype=torch.int64)]).view(hidden_SUH.shape[:2])
 
 
@@ -44,22 +43,22 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_SUH, targets_UH, head_KH, verifier_head_KH, weights_SU = inputs
-        hidden, head, verifier_head = hidden_SUH.bfloat16(), head_KH.bfloat16(), verifier_head_KH.bfloat16()
+        hidden = hidden_SUH.bfloat16()
         losses_S = torch.zeros(len(hidden))
         correct_SU = torch.zeros(hidden.shape[:2], dtype=torch.bool)
         gradient_SUH = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         for begin in range(0, hidden.shape[1], ROWS):
             place = slice(begin, begin + ROWS)
-            wanted = _Softmax(F.linear(targets_UH[place].bfloat16(), verifier_head))
+            wanted = _Softmax(F.linear(targets_UH[place].bfloat16(), verifier_head_KH))
             entropy = wanted.dot(wanted.logits) - wanted.log_sum
             for step in range(len(hidden)):
-                drafted = _Softmax(F.linear(hidden[step, place], head))
+                drafted = _Softmax(F.linear(hidden[step, place], head_KH))
                 divergence = entropy - wanted.dot(drafted.logits) + drafted.log_sum
                 losses_S[step] += divergence @ weights_SU[step, place]
                 correct_SU[step, place] = drafted.argmax == wanted.argmax
                 if gradient_SUH is not None:
                     slope = drafted.share.sub_(wanted.share).mul_(weights_SU[step, place].unsqueeze(1))
-                    gradient_SUH[step, place] = slope.bfloat16() @ head
+                    gradient_SUH[step, place] = slope.bfloat16() @ head_KH
         ctx.gradient_SUH = gradient_SUH
         ctx.dtype = hidden_SUH.dtype
         ctx.mark_non_differentiable(correct_SU)

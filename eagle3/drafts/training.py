@@ -155,6 +155,13 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
+def one_pass_adamw(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """AdamW's same update in one pass over memory instead of a dozen; torch 2.13 does not choose it by itself."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    return optimizer
+
+
 class EpochTrainer(Trainer):
     """The library's loop. It writes no checkpoint of its own (optimizer state in bf16): a state of ours instead."""
 
@@ -169,6 +176,12 @@ class EpochTrainer(Trainer):
         if self.global_step:
             announce(f"train: goes on with row {self.step} of epoch {epoch} ({self.global_step} steps were done)")
         schedule.start()
+
+    def setup_optimizer(self) -> None:
+        super().setup_optimizer()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.AdamW) and device().type == "cpu":
+                one_pass_adamw(optimizer)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> None:
         self.epoch, self.began = epoch, time.monotonic() - self.schedule.seconds
