@@ -1,7 +1,8 @@
 """data/flattened, data/configs/verifier.json -> reports/simulate_weight_load.json
 
 By hand: python -m stages.simulate_weight_load. Follows every tensor of every epoch into the server's parameters, from
-headers alone, then lets vLLM's own class load the files and compares. An error fails the stage.
+headers alone, then lets vLLM's own class load the files and compares: where each tensor went, and on vLLM's CPU build
+the logits of each epoch with those that training had for the same hidden states. An error fails the stage.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def run(stage: Stage) -> None:
     if epochs.num("warning"):
         print(format_problems(epochs.problems()))
     write_json(stage.out("reports/simulate_weight_load.json"), epochs.as_dict() | {"engine_level": level})
-    seen = f"vLLM loaded {level['loads']} of them" if "loads" in level else "the engine level is off"
+    seen = (
+        f"vLLM loaded {level['loads']} of them{parity_line(level)}" if "loads" in level else "the engine level is off"
+    )
     print(f"simulate-weight-load: {len(folders)} checkpoints, every tensor and parameter accounted for; {seen}")
 
 
@@ -57,6 +60,7 @@ def witness_level(loads: dict[Path, SimulatedLoad], declared: str) -> dict[str, 
         )
     engines = require_engine("vllm", declared)
     from eagle3.checks.engine_load import engine, witness_problems
+    from eagle3.checks.engine_parity import epochs_parity
 
     loaded: dict[tuple[Any, ...], dict[str, Any]] = {}
     with engine(VERIFIER) as vllm:
@@ -70,7 +74,13 @@ def witness_level(loads: dict[Path, SimulatedLoad], declared: str) -> dict[str, 
             if problems:
                 raise InvalidInput(*problems)
             loaded[signature] = real.as_dict() | {"epochs": [folder.name]}
-    return {"engines": engines, "loads": len(loaded), "loaded": list(loaded.values())}
+        parity = epochs_parity(vllm, list(loads))
+    return {"engines": engines, "loads": len(loaded), "loaded": list(loaded.values()), "parity": parity}
+
+
+def parity_line(level: dict[str, Any]) -> str:
+    apart = [epoch["apart_in_bf16_steps"] for epoch in level["parity"].values() if "apart_in_bf16_steps" in epoch]
+    return f", its logits are at most {max(apart)} bf16 steps from training's" if apart else ", logits not compared"
 
 
 def not_simulated(folder: Path) -> Problem:

@@ -14,13 +14,16 @@ from eagle3.drafts.checkpoints import write_epoch
 from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.drafts.draft_model import build_draft, draft_steps, read_vocabulary
 from eagle3.drafts.draft_walk import predict, walk_table
+from eagle3.drafts.parity import probe_of, probe_rows
 from eagle3.drafts.training import train, use_threads
 from eagle3.drafts.training_curves import EpochMetrics, announce
 from eagle3.drafts.training_data import PackedRows, check_inputs, read_documents
 from eagle3.drafts.training_report import Record, best_epoch, epoch_record, progress, verdict, write_reports
 from eagle3.drafts.walk_files import write_walks
 from eagle3.engines import require_engine
+from eagle3.formats.checkpoint_files import PROBE
 from eagle3.formats.json_files import read_json_object
+from eagle3.formats.parity_probe import write_probe
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, read_manifest, write_manifest
 from eagle3.stage_guard import Stage, run_stage
@@ -48,7 +51,9 @@ def run(stage: Stage) -> None:
     train_rows = PackedRows(states, splits["train"], params.total_seq_len, seed)
     val_rows = PackedRows(states, splits["val"], params.total_seq_len)
     walk_rows = PackedRows(states, splits["val"] + splits["eval"], params.total_seq_len)
+    parity_rows = probe_rows(states, splits["val"], params.total_seq_len, params.ttt_steps)
     vocabulary = read_vocabulary(VOCAB_MAP, architecture)
+    d2t = vocabulary and vocabulary[0]
     model = build_draft(architecture, verifier, vocabulary, params.ttt_steps, seed)
 
     # what a killed run goes on with: the state of training, and whatever it had finished
@@ -56,7 +61,8 @@ def run(stage: Stage) -> None:
 
     def close_epoch(epoch: int, metrics: EpochMetrics) -> None:
         place = write_epoch(kept / "checkpoints", epoch, model, verifier.source)
-        walked = predict(draft_steps(model), walk_rows, vocabulary and vocabulary[0])
+        write_probe(place / PROBE, probe_of(model, parity_rows, d2t, params.ttt_steps))
+        walked = predict(draft_steps(model), walk_rows, d2t)
         write_walks(place, {one.sample_id: one.right_n for one in walked if one.split == "eval"})
         record = epoch_record(epoch, metrics, walk_table(walked), walk_table(walked, loops=False))
         write_json(kept / f"epoch_{epoch}.json", record)

@@ -27,16 +27,17 @@ OWNERS = {
     "openai": {"serving", "suite"},
     "prometheus_client": {"serving"},
     "pyarrow": {"samples"},
-    "safetensors": {"checkpoints", "engine_load", "hidden_states", "vocab_map"},
-    "speculators": {"cpu_draft", "draft_model", "training"},
+    "safetensors": {"checkpoints", "engine_load", "hidden_states", "parity_probe", "vocab_map", "warm_start"},
+    "speculators": {"cpu_draft", "draft_model", "parity", "process_group", "training"},
     "torch": {
-        *("checkpoints", "cpu_attention", "cpu_draft", "cpu_head", "dequantise", "draft_model", "draft_walk"),
-        *("engine_load", "extraction", "greedy_ties", "hidden_states", "hidden_states_connector", "shard_file"),
-        *("training", "training_data", "training_state", "vllm_command", "vllm_engine"),
+        *("checkpoints", "cpu_attention", "cpu_draft", "cpu_head", "cpu_norm", "dequantise", "draft_model"),
+        *("draft_walk", "engine_load", "engine_parity", "extraction", "greedy_ties", "hidden_states"),
+        *("hidden_states_connector", "parity", "parity_probe", "process_group", "shard_file", "training"),
+        *("training_data", "training_state", "vllm_command", "vllm_engine", "warm_start"),
     },
     "tqdm": {"answers", "extraction", "question_turns", "serving", "suite", "training_curves"},
-    "transformers": {"chat_tokenizer", "cpu_draft", "dequantise", "draft_model", "greedy_ties"},
-    "vllm": {"answers", "engine_load", "extraction", "hidden_states_connector", "vllm_engine"},
+    "transformers": {"chat_tokenizer", "cpu_norm", "dequantise", "draft_model", "greedy_ties"},
+    "vllm": {"answers", "engine_load", "engine_parity", "extraction", "hidden_states_connector", "vllm_engine"},
 }
 LIGHT = set(sys.stdlib_module_names) | {"__future__", "cerberus", "yaml", "eagle3"}
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle3.formats.checkpoint_files import PROBE
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.problems import InvalidInput
 from eagle3.stage_guard import Stage
@@ -195,6 +196,8 @@ def test_a_real_checkpoint_goes_through_all_three_stages(tmp_path):
     assert level["loads"] == 1, "epochs of one config and one set of shapes load the same way"
     real = {"class": "LlamaForCausalLMEagle3", "filled": 13, "parameters": 13, "refused": False}
     assert level["loaded"] == [real | {"epochs": ["epoch_0", "epoch_1"]}]
+    assert sorted(level["parity"]) == ["epoch_0", "epoch_1"]
+    assert all(0 < epoch["apart_in_bf16_steps"] <= 4 for epoch in level["parity"].values())
     assert str(tmp_path) not in text
     config = json.loads((folder / "data/draft/config.json").read_text())
     assert (config["num_aux_hidden_states"], config["norm_before_residual"]) == (4, True)
@@ -210,6 +213,10 @@ def real_checkpoint(verifier: Path, folder: Path) -> None:
     from speculators.train.cli import create_transformer_layer_config
 
     from eagle3.drafts.checkpoints import write_epoch
+    from eagle3.drafts.parity import probe_of, probe_rows
+    from eagle3.drafts.training_data import read_documents
+    from eagle3.formats.parity_probe import write_probe
+    from tests.training_inputs import random_states
 
     layer = create_transformer_layer_config(
         verifier_name_or_path=str(verifier),
@@ -240,7 +247,10 @@ def real_checkpoint(verifier: Path, folder: Path) -> None:
         draft_attn_impl="sdpa",
         trust_remote_code=False,
     )
+    states = random_states(2, 30, 4)
+    rows = probe_rows(states, read_documents(states, 64, 3).by_split["val"], 64, 3)
     for epoch in range(2):
-        write_epoch(folder, epoch, model, "verifier")
+        place = write_epoch(folder, epoch, model, "verifier")
+        write_probe(place / PROBE, probe_of(model, rows, ids - torch.arange(64), 3))
     shutil.copyfile(verifier / "config.json", folder / "verifier_config.json")
     write_manifest(folder, Manifest("train", verifier={"source": "verifier"}, decisions={"best_epoch": 1}))

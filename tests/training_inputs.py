@@ -88,3 +88,22 @@ def write_vocab_map(folder: Path, draft_vocab_size: int, vocab_size: int, sample
         save_file({"d2t": ids - torch.arange(draft_vocab_size), "t2d": t2d}, folder / "vocab_map.safetensors")
     decisions = {"draft_vocab_size": draft_vocab_size, "vocab_size": vocab_size}
     write_manifest(folder, Manifest("vocab-map", {}, {"samples": samples}, decisions=decisions))
+
+
+def random_states(count: int, length: int, num_aux: int, hidden: int = 64, vocab_size: int = 320) -> States:
+    """`count` samples of the val split and one of train, random tokens, states of another size in every layer."""
+    generator = torch.Generator().manual_seed(num_aux)
+    size = 1.0 + torch.arange(num_aux + 1).unsqueeze(1)
+    return States(
+        *(
+            SampleStates(
+                f"s{number}",
+                "val" if number < count else "train",
+                4,
+                (torch.randn(length, num_aux + 1, hidden, generator=generator) * size).bfloat16(),
+                torch.randint(3, vocab_size, (length,), generator=generator).int(),
+                torch.arange(length) >= 4,
+            )
+            for number in range(count + 1)
+        )
+    )

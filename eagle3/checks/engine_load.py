@@ -79,31 +79,38 @@ class Engine:
 
     def load(self, draft: Path, simulated: SimulatedLoad) -> EngineLoad:
         """Build the class for `draft`, load its files, and compare with `simulated`. Errors of vLLM are data here."""
+        try:
+            name, model, _ = self.draft(draft)
+        except Exception as error:  # whatever the server raises is what the witness reports
+            return EngineLoad("", {}, {}, _told(error), ())
+        parameters = dict(model.named_parameters())
+        states = {key: _state(parameter) for key, parameter in parameters.items()}
+        shapes = {key: tuple(parameter.shape) for key, parameter in parameters.items()}
+        return EngineLoad(name, states, shapes, "", tuple(_differing(parameters, simulated)))
+
+    def draft(self, draft: Path) -> tuple[str, Any, Any]:
+        """vLLM's name for the class of a checkpoint, the model, and the config that it was built under.
+
+        What no tensor fills holds the pattern.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.distributed import initialize_model_parallel, model_parallel_is_initialized
         from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
         from vllm.model_executor.models.registry import ModelRegistry
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        name = ""
-        try:
-            config = self._engine_config(draft)
-            draft_config = config.speculative_config.draft_model_config
-            with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-                if not model_parallel_is_initialized():
-                    initialize_model_parallel(1, 1)
-                cls, name = ModelRegistry.resolve_model_cls(draft_config.hf_config.architectures, draft_config)
-                model = cls(vllm_config=config, prefix="draft")
-                parameters = dict(model.named_parameters())
-                for parameter in parameters.values():
-                    _bits(parameter).fill_(_pattern(parameter))
-                loader = DefaultModelLoader(config.load_config)
-                model.load_weights(loader.get_all_weights(draft_config, model))
-        except Exception as error:  # whatever the server raises is what the witness reports
-            return EngineLoad(name, {}, {}, _told(error), ())
-        states = {key: _state(parameter) for key, parameter in parameters.items()}
-        shapes = {key: tuple(parameter.shape) for key, parameter in parameters.items()}
-        return EngineLoad(name, states, shapes, "", tuple(_differing(parameters, simulated)))
+        config = self._engine_config(draft)
+        draft_config = config.speculative_config.draft_model_config
+        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+            if not model_parallel_is_initialized():
+                initialize_model_parallel(1, 1)
+            cls, name = ModelRegistry.resolve_model_cls(draft_config.hf_config.architectures, draft_config)
+            model = cls(vllm_config=config, prefix="draft")
+            for parameter in model.parameters():
+                _bits(parameter).fill_(_pattern(parameter))
+            loader = DefaultModelLoader(config.load_config)
+            model.load_weights(loader.get_all_weights(draft_config, model))
+        return name, model, config
 
     def _engine_config(self, draft: Path) -> Any:
         from vllm.engine.arg_utils import EngineArgs

@@ -16,6 +16,8 @@ from eagle3.formats.safetensors_headers import FileHeader, TensorHeader, read_he
 from eagle3.problems import Change, InvalidInput, Problem, has_errors, invalid, repairable
 
 INDEX = "model.safetensors.index.json"
+# What training said of a few positions (eagle3/formats/parity_probe.py); no server reads it.
+PROBE = "parity.probe"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 VLLM = "vLLM 0.32.0"
 MAX_FILES = 4096

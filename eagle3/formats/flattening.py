@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from eagle3.atomic_files import write_json
+from eagle3.atomic_files import link_or_copy, write_json
 from eagle3.formats.checkpoint_copies import link_checkpoint
+from eagle3.formats.checkpoint_files import PROBE
 from eagle3.formats.flat_config import flatten
 from eagle3.formats.json_files import printable, read_json_object, spelled
 from eagle3.problems import InvalidInput, Problem, invalid
@@ -31,7 +32,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def flatten_checkpoint(source: Path, target: Path, dropped: frozenset[str] = frozenset()) -> list[str]:
-    """One checkpoint in the flat form; the names of the tensor files that are the source's, byte for byte.
+    """One checkpoint in the flat form; the names of the files that are the source's, byte for byte.
 
     `target` must not exist. A tensor in `dropped` is left out; the embedding only where training kept it frozen, since
     the server puts the verifier's in its place.
@@ -50,7 +51,11 @@ def flatten_checkpoint(source: Path, target: Path, dropped: frozenset[str] = fro
     target.mkdir(parents=True)
     write_json(target / "config.json", flat)
     shutil.copyfile(source / "config.json", target / ORIGINAL)
-    return link_checkpoint(source, target, dropped)
+    linked = link_checkpoint(source, target, dropped)
+    if (source / PROBE).is_file():
+        link_or_copy(source / PROBE, target / PROBE)
+        linked.append(PROBE)
+    return linked
 
 
 def flatten_folder(source: Path, target: Path) -> None:
