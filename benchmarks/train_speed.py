@@ -1,11 +1,15 @@
 """data/hidden_states, data/vocab_map -> tokens/s of a training step, the library's forward against ours, in turns.
 
-    python -m benchmarks.train_speed [--steps 50] [--threads 2]
+    python -m benchmarks.train_speed [--steps 50] [--threads 2] [--free]
 
-Both sides start from the same weights and take the same rows in the same order, one step each in turn, so that whatever
-else the machine does hits both: forward under bfloat16 autocast, backward, clipping, AdamW, as speculators' Trainer
-does them (0.9.0). The library's side is its own forward with `sdpa`, its eager loss and torch's default AdamW. Exit
-status 1 when the losses differ by more than 1e-3 at any step, or ours is less than twice as fast.
+The library trains; before each step ours takes over its weights (not timed), so that both compute the same thing:
+forward under bfloat16 autocast, backward, clipping, AdamW, as speculators' Trainer does them (0.9.0), one side after
+the other on one row, so that whatever else the machine does hits both. The library's side is its own forward with
+`sdpa`, its eager loss and torch's default AdamW. Exit status 1 when the losses differ by more than 1e-3 at any step, or
+ours is less than twice as fast.
+
+--free: also let ours train alone from the same start, and beside it the library from weights that differ by 1e-6 of
+themselves: how far apart two runs drift that differ by rounding.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,12 @@ class Side:
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
+    def take_over(self, other: Side) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+                if mine.requires_grad:
+                    mine.copy_(theirs)
+
     def step(self, batch: dict[str, Any], call: dict[str, Any]) -> None:
         start = time.perf_counter()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -61,49 +72,66 @@ class Side:
         self.seconds.append(time.perf_counter() - start)
 
 
-def sides(params: Params) -> tuple[Side, Side, Iterator[dict[str, Any]], dict[str, Any]]:
-    """The library and ours with equal weights, the rows of the first epochs, and the arguments of a training call."""
-    verifier = resolve_verifier(params.verifier)
-    hidden, vocab_map = read_manifest(HIDDEN_STATES, "extract"), read_manifest(VOCAB_MAP, "vocab-map")
-    sizes = vocab_map.decisions["draft_vocab_size"], hidden.decisions["aux_layer_ids"]
-    architecture = resolve_architecture(params.draft, verifier.text_config, *sizes)
-    vocabulary = read_vocabulary(VOCAB_MAP, architecture)
-    ours = build_draft(architecture, verifier, vocabulary, params.train.ttt_steps, params.seed)
-    theirs = copy.deepcopy(ours)
-    states = HiddenStates(HIDDEN_STATES)
-    train_documents = read_documents(states, params.train.total_seq_len, params.train.ttt_steps).by_split["train"]
-    rows = PackedRows(states, train_documents, params.train.total_seq_len, params.seed)
+class Bench:
+    """A new draft for the data in this repository, as often as asked for, and the rows to train it on."""
 
-    def adamw(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=params.train.learning_rate)
+    def __init__(self, params: Params) -> None:
+        self.params, size, steps = params, params.train.total_seq_len, params.train.ttt_steps
+        verifier = resolve_verifier(params.verifier)
+        hidden, vocab_map = read_manifest(HIDDEN_STATES, "extract"), read_manifest(VOCAB_MAP, "vocab-map")
+        sizes = vocab_map.decisions["draft_vocab_size"], hidden.decisions["aux_layer_ids"]
+        architecture = resolve_architecture(params.draft, verifier.text_config, *sizes)
+        self.model = build_draft(architecture, verifier, read_vocabulary(VOCAB_MAP, architecture), steps, params.seed)
+        states = HiddenStates(HIDDEN_STATES)
+        documents = read_documents(states, size, steps).by_split["train"]
+        self.rows = PackedRows(states, documents, size, params.seed)
+        self.call = trainer_config(params.train, 1, Path("unused")).train_call_kwargs or {}
 
-    batches = (rows.batch(row) for epoch in range(100) for row in rows.rows(epoch))
-    library = Side("speculators", theirs, Eagle3DraftModel.forward, adamw(theirs))
-    own = Side("ours", ours, type(ours).forward, one_pass_adamw(adamw(ours)))
-    call = trainer_config(params.train, 1, Path("unused")).train_call_kwargs
-    assert call is not None
-    return library, own, batches, call
+    def side(self, name: str, library: bool) -> Side:
+        model = copy.deepcopy(self.model)
+        adamw = torch.optim.AdamW(model.parameters(), lr=self.params.train.learning_rate)
+        if library:
+            return Side(name, model, Eagle3DraftModel.forward, adamw)
+        return Side(name, model, type(model).forward, one_pass_adamw(adamw))
+
+    def batches(self, count: int) -> Iterator[dict[str, Any]]:
+        rows = (row for epoch in range(count) for row in self.rows.rows(epoch))
+        return (self.rows.batch(row) for row in islice(rows, count))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--free", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    library, ours, batches, call = sides(read_params())
+    bench = Bench(read_params())
+    library, ours = bench.side("speculators", library=True), bench.side("ours", library=False)
+    free = [bench.side("ours, alone", library=False), bench.side("speculators, moved", library=True)]
+    with torch.no_grad():
+        for tensor in free[1].model.parameters():
+            tensor.mul_(1 + 1e-6)
     tokens = []
-    for _, batch in zip(range(options.steps), batches, strict=False):
+    for batch in bench.batches(options.steps):
         tokens.append(int((batch["document_ids"] != -1).sum()))
-        for side in (library, ours):
-            side.step(batch, call)
+        ours.take_over(library)
+        for side in (library, ours, *(free if options.free else ())):
+            side.step(batch, bench.call)
     for side in (library, ours):
         speed = sum(tokens[WARM_UP:]) / sum(side.seconds[WARM_UP:])
         print(f"{side.name:12} {speed:6.0f} tokens/s, {1000 * statistics.median(side.seconds):4.0f} ms a step (median)")
+    for side in free if options.free else ():
+        print(f"{side.name:20} losses apart by at most {apart(side, library):.1e}, trained from the same start")
     ratio = statistics.median(a / b for a, b in zip(library.seconds, ours.seconds, strict=True))
-    difference = max(abs(a - b) / a for a, b in zip(library.losses, ours.losses, strict=True))
-    print(f"{ratio:.2f} times as fast (median over {len(tokens)} steps), losses differ by at most {difference:.1e}")
+    difference = apart(ours, library)
+    print(f"{ratio:.2f} times as fast (median over {len(tokens)} steps), losses apart by at most {difference:.1e}")
     return int(difference > MAX_LOSS_DIFFERENCE or ratio < MIN_RATIO)
+
+
+def apart(side: Side, library: Side) -> float:
+    """The largest relative difference of the losses of any step."""
+    return max(abs(mine - theirs) / theirs for mine, theirs in zip(side.losses, library.losses, strict=True))
 
 
 if __name__ == "__main__":

@@ -167,6 +167,9 @@ class DraftParams:
 @dataclass(frozen=True)
 class TrainParams:
     epochs: int = integer(1, 1000)
+    checkpoints_per_epoch: int = integer(1, 1000)
+    warm_start: str | None = text(nullable=True)
+    warm_start_sha256: str | None = text(SHA256, nullable=True)
     learning_rate: float = number(0.0, 10.0)
     optimizer: str = choice("adamw", "muon")
     weight_decay: float = number(0.0, 1.0)
@@ -190,6 +193,7 @@ class FlattenParams:
 @dataclass(frozen=True)
 class SimulateWeightLoadParams:
     engine_level: str = choice("required", "off")
+    max_logit_steps: float = number(0.0, 1000.0)
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,10 @@ def run(stage: Stage) -> None:
     loads = {folder: load for folder, (_, load) in checks.items() if load}
     if epochs.num("error") or len(loads) < len(folders):
         raise InvalidInput(*epochs.problems(), *(not_simulated(folder) for folder in folders if folder not in loads))
-    level: dict[str, Any] = {"level": stage.params.simulate_weight_load.engine_level}
+    params = stage.params.simulate_weight_load
+    level: dict[str, Any] = {"level": params.engine_level}
     if level["level"] == "required":
-        level |= witness_level(loads, stage.params.engines.vllm)
+        level |= witness_level(loads, stage.params.engines.vllm, params.max_logit_steps)
     if epochs.num("warning"):
         print(format_problems(epochs.problems()))
     write_json(stage.out("reports/simulate_weight_load.json"), epochs.as_dict() | {"engine_level": level})
@@ -47,7 +48,7 @@ def run(stage: Stage) -> None:
     print(f"simulate-weight-load: {len(folders)} checkpoints, every tensor and parameter accounted for; {seen}")
 
 
-def witness_level(loads: dict[Path, SimulatedLoad], declared: str) -> dict[str, Any]:
+def witness_level(loads: dict[Path, SimulatedLoad], declared: str, max_logit_steps: float) -> dict[str, Any]:
     """Load each kind of checkpoint with the real class once: what load_weights does depends on headers alone."""
     if installed_version("vllm") is None:
         raise invalid(
@@ -74,7 +75,7 @@ def witness_level(loads: dict[Path, SimulatedLoad], declared: str) -> dict[str, 
             if problems:
                 raise InvalidInput(*problems)
             loaded[signature] = real.as_dict() | {"epochs": [folder.name]}
-        parity = epochs_parity(vllm, list(loads))
+        parity = epochs_parity(vllm, list(loads), max_logit_steps)
     return {"engines": engines, "loads": len(loaded), "loaded": list(loaded.values()), "parity": parity}
 
 

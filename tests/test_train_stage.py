@@ -135,8 +135,8 @@ def test_a_run_killed_inside_an_epoch_goes_on_to_the_bytes_of_an_uninterrupted_o
     assert not list(scratch.iterdir()), "what only a killed run needs is removed"
 
 
-def killed_after_a_row_of_the_second_epoch(folder: Path) -> None:
-    """SIGKILL as soon as the state on disk says so."""
+def killed_after_a_row_of_the_second_epoch(folder: Path, number: int = signal.SIGKILL) -> None:
+    """Sent as soon as the state on disk says so; never answered with success."""
     process = subprocess.Popen(
         [sys.executable, "-m", "stages.train"], cwd=folder, env=environment(), stderr=subprocess.DEVNULL
     )
@@ -144,11 +144,46 @@ def killed_after_a_row_of_the_second_epoch(folder: Path) -> None:
         for path in folder.glob(".dvc/tmp/eagle3/train/*/training/state.pt"):
             state = torch.load(path, weights_only=True)
             if state["epoch"] >= 1 and state["step"]:
-                process.kill()
-                process.wait()
+                process.send_signal(number)
+                assert process.wait() != 0
                 return
         time.sleep(0.005)
     raise AssertionError("it ended before it could be killed")
+
+
+def test_an_existing_draft_is_measured_before_the_first_step(trained, untrained):
+    folder, _ = trained
+    shutil.copytree(folder / "data/checkpoints/epoch_1", untrained / "existing")
+    asked = {"epochs": 1, "checkpoints_per_epoch": 2, "total_seq_len": 64, "warm_start": "existing"}
+    set_params(untrained, {"train": asked})
+    refused = train(untrained)
+    assert refused.returncode == 1
+    [digest] = re.findall(r"warm_start_sha256=([0-9a-f]{64})", refused.stderr)
+    set_params(untrained, {"train": {"warm_start_sha256": digest}})
+    done = train(untrained)
+    assert done.returncode == 0, done.stderr
+    assert "warm start, before the first step: " in done.stderr
+    decisions = read_manifest(untrained / "data/checkpoints", "train").decisions
+    assert [epoch["epoch"] for epoch in decisions["epochs"]] == [0, 1], "two checkpoints in one pass"
+    start, before = decisions["warm_start"], read_manifest(folder / "data/checkpoints", "train").decisions["epochs"][1]
+    assert start["sha256"] == digest
+    lengths = [record["walk"]["val"]["3"]["acceptance_length"] for record in (start, before)]
+    assert lengths[0] == pytest.approx(lengths[1], abs=0.1), "the draft does what it did when it was saved"
+    report = json.loads((untrained / "reports/train.json").read_text())
+    assert report["warm_start_walk_acceptance_length_val_3_tokens"] == lengths[0]
+
+
+@pytest.mark.long
+def test_two_processes_are_ended_together_and_go_on_together(untrained):
+    set_params(untrained, SMALL_ROWS)
+    (untrained / "machine.yaml").write_text("cpu_threads: 2\nsave_state_minutes: 0\ntrain_processes: 2\n")
+    killed_after_a_row_of_the_second_epoch(untrained, signal.SIGTERM)
+    done = train(untrained)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("train: goes on with row ") == 1, "one process speaks"
+    manifest = read_manifest(untrained / "data/checkpoints", "train")
+    assert manifest.decisions["training"]["processes"] == 2
+    verify_files(untrained / "data/checkpoints", manifest)
 
 
 def test_a_map_of_other_samples_is_refused(untrained):

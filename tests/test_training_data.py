@@ -106,6 +106,29 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert order(None, 1) == order(None, 2)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_the_parts_of_a_pass_are_its_rows_in_order(parts):
+    documents = [Document(str(number), 5, 1, 0, truncated=False) for number in range(40)]
+    whole = PackedRows(STATES, documents, 16, 0)
+    cut = PackedRows(STATES, documents, 16, 0, parts)
+    for number in range(2):
+        pieces = [cut.rows(number * parts + part) for part in range(parts)]
+        assert [row for piece in pieces for row in piece] == whole.rows(number)
+        assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+@pytest.mark.parametrize(("rows", "processes"), [(14, 1), (14, 2), (14, 3), (2, 5)])
+def test_processes_take_turns_and_as_many_rows_each(rows, processes):
+    documents = [Document(str(number), 5, 1, 0, truncated=False) for number in range(rows)]
+    whole = PackedRows(STATES, documents, 5, 0).rows(3)
+    assert len(whole) == rows
+    shares = [PackedRows(STATES, documents, 5, 0, share=(rank, processes)).own_rows(3) for rank in range(processes)]
+    assert len({len(share) for share in shares}) == 1
+    dealt = [share[step] for step in range(len(shares[0])) for share in shares]
+    assert dealt[:rows] == whole
+    assert dealt[rows:] == (whole * processes)[: len(dealt) - rows], "the first rows fill the last step up"
+
+
 def test_states_map_and_verifier_must_belong_together(tmp_path):
     verifier = Verifier("v", None, tmp_path, "0" * 64, {"vocab_size": 320})
     hidden = Manifest("extract", inputs={"samples": {"a": 1}}, verifier=verifier.identity())

@@ -121,6 +121,13 @@ def test_an_unreadable_state_is_named_with_the_way_out(verifier, data, tmp_path,
         run(verifier, data, tmp_path)
 
 
+def test_a_state_of_another_number_of_processes_is_refused(verifier, data, tmp_path, monkeypatch):
+    run(verifier, data, tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidInput, match=r"(?s)a run of 1 processes.*train_processes: 1 in machine\.yaml"):
+        run(verifier, data, tmp_path)
+
+
 def test_saving_takes_at_most_two_percent_of_the_time_unless_asked_otherwise(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("eagle3.drafts.training_state.time.monotonic", lambda: now[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ Vocabulary = tuple[torch.Tensor, torch.Tensor]
 
 
 def device() -> torch.device:
-    """The first GPU where there is one, else the CPU."""
-    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    """The GPU of this process where there is one, else the CPU."""
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu")
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count()
 
 
 def read_vocabulary(folder: Path, architecture: DraftArchitecture) -> Vocabulary | None:

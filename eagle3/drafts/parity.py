@@ -50,21 +50,24 @@ def probe_of(model: Eagle3DraftModel, rows: PackedRows, d2t_K: torch.Tensor | No
         model.embed_tokens.weight.data.cpu()[batch["input_ids"][0, :used]].bfloat16(),
         offsets,
         starts,
-        logits_STK[:, starts].to("cpu", torch.bfloat16),
+        logits_STK[:, starts].to("cpu", torch.float32),
         rows_K if d2t_K is None else rows_K + d2t_K,
     )
 
 
 def trained_logits(model: Eagle3DraftModel, batch: dict[str, Any], steps: int) -> torch.Tensor:
-    """What the head gives at every position and unrolled step, [S, T, K]: caught where the library reads it."""
+    """What the head gives at every position and unrolled step, [S, T, K]: caught where the library reads it.
+
+    In float32, without training's autocast: what the server rounds is then all that may differ.
+    """
     place = next(model.parameters()).device
-    names = ("hidden_states", "input_ids", "document_ids", "position_ids")
+    given = {name: batch[name].to(place) for name in ("input_ids", "document_ids", "position_ids")}
     seen: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _module, _given, logits: seen.append(logits[0]))
     try:
-        with torch.no_grad(), torch.autocast(place.type, dtype=torch.bfloat16):
-            given = {name: batch[name].to(place) for name in names}
-            Eagle3DraftModel.forward(model.eval(), **given, ttt_steps=steps)
+        with torch.no_grad():
+            states = batch["hidden_states"].to(place, torch.float32)
+            Eagle3DraftModel.forward(model.eval(), states, **given, ttt_steps=steps)
     finally:
         hook.remove()
     return torch.stack(seen)

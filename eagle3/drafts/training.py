@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.trainer import Trainer, TrainerConfig
 
 from eagle3.drafts.draft_model import INITIAL_STD, device
+from eagle3.drafts.process_group import num_processes, rank
 from eagle3.drafts.training_curves import Curves, EpochMetrics, announce, curves_of
 from eagle3.drafts.training_data import PackedRows
 from eagle3.drafts.training_state import SaveSchedule, load_state, save_state
@@ -51,32 +53,46 @@ def train(
     on_epoch: Callable[[int, EpochMetrics], None],
     save_every: float | None = None,
 ) -> TrainingRun:
-    """Train `model` in place; `on_epoch(number, metrics)` runs after each epoch's validation.
+    """Train `model` in place; `on_epoch(number, metrics)` runs after each epoch's validation, in the first process.
 
-    rows: training and validation. folder: keeps the state of the run; a killed run that is called again with the same
-    model, parameters, rows and folder goes on from there, and on a CPU ends with the bytes of an uninterrupted one.
-    save_every: seconds between two states, None = at most 2% of the time (see `SaveSchedule`). SIGTERM and SIGINT end
-    the run with the caller's own handlers. Raises `InvalidInput` when the loss is no longer finite.
+    rows: training and validation. Where torchrun has started several processes (see `eagle3.drafts.process_group`),
+    each takes training rows of its own and a step is the mean over them; since the loss of a row is a mean over its
+    targets, a target weighs more in a row with few of them. folder: keeps the state of the run; a killed run that is
+    called again with the same model, parameters, rows and folder goes on from there, and on a CPU ends with the bytes
+    of an uninterrupted one. save_every: seconds between two states, None = at most 2% of the time (`SaveSchedule`).
+
+    SIGTERM and SIGINT end the run with the caller's own handlers. Raises `InvalidInput` when the loss is no longer
+    finite.
     """
     _check_blocks(params.total_seq_len)
     train_rows, val_rows = rows
-    steps = sum(len(train_rows.rows(epoch)) for epoch in range(params.epochs))
+    checkpoints = params.epochs * params.checkpoints_per_epoch
+    sizes = [len(train_rows.own_rows(number)) for number in range(checkpoints)]
+    _check_parts(min(sizes), params.checkpoints_per_epoch)
+    steps = sum(sizes)
     config = trainer_config(params, steps, folder / "unused")
     with ExitStack() as stack:
         stack.enter_context(_on_this_device())
-        curves = stack.enter_context(curves_of(steps))
+        curves = stack.enter_context(curves_of(steps, silent=rank() != 0))
         trainer = EpochTrainer(model, config, train_rows, val_rows)
         if device().type == "cpu":
             trainer.device_type = "cpu"  # it falls back to "cuda", where autocast switches itself off
-        trainer.on_epoch = lambda epoch: on_epoch(epoch, curves.close_epoch(params.ttt_steps))
+        trainer.on_epoch = partial(_close_epoch, on_epoch, curves, params.ttt_steps)
         trainer.go_on(folder, curves, SaveSchedule(save_every))
         # The decorator around run_training answers SIGTERM and SIGINT with a save and a normal return, exit code 0
         # (graceful_shutdown.py, 0.9.0); below it the signals do what the stage guard says.
         Trainer.run_training.__wrapped__(trainer)
-    assert len(curves.epochs) == params.epochs, "the library returned before the last epoch"
+    assert len(curves.epochs) == checkpoints, "the library returned before the last epoch"
     passes = train_rows.positions * params.epochs
     epochs, saving = tuple(curves.epochs), trainer.schedule.seconds
     return TrainingRun(epochs, trainer.seconds, saving, passes, _settings(trainer))
+
+
+def _close_epoch(on_epoch: Callable[[int, EpochMetrics], None], curves: Curves, ttt_steps: int, epoch: int) -> None:
+    """Every process has the same metrics and weights; the first one speaks and writes."""
+    metrics = curves.close_epoch(ttt_steps)
+    if rank() == 0:
+        on_epoch(epoch, metrics)
 
 
 def trainer_config(params: TrainParams, steps: int, folder: Path) -> TrainerConfig:
@@ -90,7 +106,7 @@ def trainer_config(params: TrainParams, steps: int, folder: Path) -> TrainerConf
     muon_lr = params.learning_rate if params.muon_learning_rate is None else params.muon_learning_rate
     config = TrainerConfig(
         lr=params.learning_rate,
-        num_epochs=params.epochs,
+        num_epochs=params.epochs * params.checkpoints_per_epoch,
         save_path=str(folder),
         resume_from_checkpoint=False,
         train_call_kwargs=train_call,
@@ -131,6 +147,17 @@ def _check_blocks(total_seq_len: int) -> None:
         )
 
 
+def _check_parts(smallest: int, parts: int) -> None:
+    if not smallest:
+        raise invalid(
+            "checkpoints-per-epoch",
+            "train.checkpoints_per_epoch",
+            str(parts),
+            "at most one per packed row of an epoch",
+            "lower train.checkpoints_per_epoch, or train.total_seq_len",
+        )
+
+
 def _settings(trainer: Trainer) -> dict[str, Any]:
     """What the library used that params do not name: optimizer constants, steps, its own limits."""
     optimizers = [
@@ -146,6 +173,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         "max_gradient_norm": MAX_GRADIENT_NORM,
         "initial_std": INITIAL_STD,
         "autocast": "bfloat16",
+        "processes": num_processes(),
     }
 
 
@@ -173,7 +201,7 @@ class EpochTrainer(Trainer):
         self.folder, self.curves, self.schedule = folder, curves, schedule
         epoch, self.step, self.seconds = load_state(folder, self, curves)
         self.train_loader.skip = self.step
-        if self.global_step:
+        if self.global_step and rank() == 0:
             announce(f"train: goes on with row {self.step} of epoch {epoch} ({self.global_step} steps were done)")
         schedule.start()
 
@@ -199,6 +227,8 @@ class EpochTrainer(Trainer):
             self._save(self.epoch, self.step, self.seconds + self._elapsed())
 
     def _save(self, epoch: int, step: int, seconds: float) -> None:
+        if rank() != 0:
+            return
         start = time.monotonic()
         save_state(self.folder, self, self.curves, epoch, step, seconds)
         self.schedule.saved(time.monotonic() - start)

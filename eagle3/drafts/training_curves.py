@@ -80,11 +80,14 @@ class Curves(logging.Handler):
 
 
 @contextmanager
-def curves_of(steps: int) -> Iterator[Curves]:
-    """Attached to the library's metrics logger itself: its root handler turns the dictionaries into text."""
+def curves_of(steps: int, silent: bool = False) -> Iterator[Curves]:
+    """Attached to the library's metrics logger itself: its root handler turns the dictionaries into text.
+
+    silent: without a progress bar.
+    """
     logger = logging.getLogger("speculators.metrics")
     level = logger.level
-    with tqdm(total=steps, desc="train", unit="row") as bar:
+    with tqdm(total=steps, desc="train", unit="row", disable=silent) as bar:
         curves = Curves(bar)
         logger.addHandler(curves)
         logger.setLevel(logging.INFO)

@@ -19,6 +19,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -181,17 +182,28 @@ def pack(documents: Sequence[Document], total_seq_len: int) -> list[Row]:
 class PackedRows:
     """What speculators' Trainer takes for a DataLoader: iterable, sized, with a `batch_sampler` that knows epochs.
 
-    With a seed, every epoch is a permutation and a packing of its own, a function of seed and epoch alone; without,
-    the order is fixed (validation, walks). skip: rows that the next pass leaves out, since a killed run had them.
+    With a seed, every pass is a permutation and a packing of its own, a function of seed and number alone; without, the
+    order is fixed (validation, walks). parts: what the Trainer calls an epoch is one of so many parts of a pass.
+    share: (rank, number of processes); iteration gives the rows of one process, dealt out in turn; where they do not
+    come out even, the first rows are taken once more. skip: rows that the next iteration leaves out, since a killed run
+    had them.
     """
 
     def __init__(
-        self, states: HiddenStates, documents: Sequence[Document], total_seq_len: int, seed: int | None = None
+        self,
+        states: HiddenStates,
+        documents: Sequence[Document],
+        total_seq_len: int,
+        seed: int | None = None,
+        parts: int = 1,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         self.states = states
         self.documents = documents
         self.total_seq_len = total_seq_len
         self.seed = seed
+        self.parts = parts
+        self.share = share
         self.epoch = 0
         self.skip = 0
         self._packed: tuple[int, list[Row]] = (-1, [])
@@ -205,24 +217,32 @@ class PackedRows:
         self.epoch = epoch
 
     def rows(self, epoch: int) -> list[Row]:
-        if self._packed[0] != epoch:
+        number, part = divmod(epoch, self.parts)
+        if self._packed[0] != number:
             order = list(self.documents)
             if self.seed is not None:
-                random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._packed = (epoch, pack(order, self.total_seq_len))
-        return self._packed[1]
+                random.Random(f"{self.seed}/{number}").shuffle(order)
+            self._packed = (number, pack(order, self.total_seq_len))
+        whole = self._packed[1]
+        return whole[len(whole) * part // self.parts : len(whole) * (part + 1) // self.parts]
+
+    def own_rows(self, epoch: int) -> list[Row]:
+        """Those that this process takes, as many as every other one takes."""
+        rows, (rank, number) = self.rows(epoch), self.share
+        even = islice(cycle(rows), -(-len(rows) // number) * number)
+        return list(even)[rank::number]
 
     @property
     def positions(self) -> int:
-        """Filled positions of one epoch: the tokens that the model sees."""
+        """Filled positions of one pass: the tokens that the model sees."""
         return sum(document.positions for document in self.documents)
 
     def __len__(self) -> int:
-        return len(self.rows(self.epoch))
+        return len(self.own_rows(self.epoch))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         skipped, self.skip = self.skip, 0
-        for row in self.rows(self.epoch)[skipped:]:
+        for row in self.own_rows(self.epoch)[skipped:]:
             yield self.batch(row)
 
     def batch(self, row: Row) -> dict[str, Any]:

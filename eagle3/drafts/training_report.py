@@ -12,10 +12,10 @@ from eagle3.drafts.training_curves import EpochMetrics
 Record = dict[str, Any]
 
 
-def epoch_record(epoch: int, metrics: EpochMetrics, walks: Record, walks_without_loops: Record) -> Record:
+def epoch_record(epoch: int, metrics: EpochMetrics, walk: Record, walk_without_loops: Record) -> Record:
     """One entry of the manifest's `decisions.epochs`; numbers rounded to six digits.
 
-    walks: as `eagle3.drafts.draft_walk.walk_table` returns them, by split and number of drafted tokens.
+    walk: as `eagle3.drafts.draft_walk.walk_table` returns them, by split and number of drafted tokens.
     """
     return {
         "epoch": epoch,
@@ -23,8 +23,8 @@ def epoch_record(epoch: int, metrics: EpochMetrics, walks: Record, walks_without
         "val_loss": round(metrics.val_loss, 6),
         "train_accuracy": [round(value, 6) for value in metrics.train_accuracy],
         "val_accuracy": [round(value, 6) for value in metrics.val_accuracy],
-        "walk": walks,
-        "walk_without_loops": walks_without_loops,
+        "walk": walk,
+        "walk_without_loops": walk_without_loops,
     }
 
 
@@ -66,6 +66,15 @@ def verdict(records: Sequence[Record], k: int) -> str:
     return text
 
 
+def step_0(record: Record, k: int) -> str:
+    """What a draft to start from is accepted for before the first step."""
+    right, length = ([walk_length(record, split, tokens) for split in ("val", "eval")] for tokens in (1, k))
+    return (
+        f"warm start, before the first step: {right[0] - 1:.1%} of first tokens right on val, {right[1] - 1:.1%} on "
+        f"eval; acceptance length by walk at k={k}: {length[0]:.3f} on val, {length[1]:.3f} on eval"
+    )
+
+
 def progress(record: Record, k: int) -> str:
     """The line of one epoch, while training goes on."""
     return (
@@ -74,15 +83,23 @@ def progress(record: Record, k: int) -> str:
     )
 
 
-def write_reports(out: Callable[[str], Path], records: Sequence[Record], k: int) -> None:
-    """train.json, loss.csv (one row per epoch) and accuracy.csv (per epoch and step, inside the draft vocabulary)."""
+def write_reports(out: Callable[[str], Path], records: Sequence[Record], k: int, start: Record | None = None) -> None:
+    """train.json, loss.csv (one row per epoch) and accuracy.csv (per epoch and step, inside the draft vocabulary).
+
+    start: the walk of the draft that training began with.
+    """
     losses = [(record["epoch"], record["train_loss"], record["val_loss"]) for record in records]
     accuracies = [
         (record["epoch"], step, train, val)
         for record in records
         for step, (train, val) in enumerate(zip(record["train_accuracy"], record["val_accuracy"], strict=True))
     ]
-    write_json(out("reports/train.json"), summary(records, k))
+    before = {
+        f"warm_start_walk_acceptance_length_{split}_{k}_tokens": walk_length(start, split, k)
+        for split in ("val", "eval")
+        if start
+    }
+    write_json(out("reports/train.json"), summary(records, k) | before)
     write_text(out("reports/loss.csv"), _csv("epoch,train,val", losses))
     write_text(out("reports/accuracy.csv"), _csv("epoch,step,train,val", accuracies))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from eagle3.atomic_files import atomic_path
+from eagle3.drafts.process_group import num_processes
 from eagle3.drafts.training_curves import Curves, EpochMetrics
 from eagle3.problems import invalid
 
@@ -61,6 +62,7 @@ def save_state(folder: Path, trainer: Any, curves: Curves, epoch: int, step: int
         "step": step,
         "global_step": trainer.global_step,
         "seconds": seconds,
+        "processes": num_processes(),
         "weights": {name: tensor.data for name, tensor in _trained(trainer.model).items()},
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in trainer.schedulers],
@@ -80,6 +82,15 @@ def load_state(folder: Path, trainer: Any, curves: Curves) -> tuple[int, int, fl
     if not path.exists():
         return 0, 0, 0.0
     state = _read(path)
+    if state["processes"] != num_processes():
+        raise invalid(
+            "training-state",
+            str(path),
+            f"a run of {state['processes']} processes",
+            f"as many as now: {num_processes()}",
+            f"set train_processes: {state['processes']} in machine.yaml, or rm {path}   (training then starts over)",
+            "steps and rows would not fit together",
+        )
     weights = _trained(trainer.model)
     assert set(state["weights"]) == set(weights), "a state of another draft under the same inputs"
     with torch.no_grad():
@@ -112,5 +123,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _trained(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """The rest is copied from the verifier whenever the model is built."""
-    return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    """The rest is copied from the verifier whenever the model is built; several processes wrap it."""
+    inner = getattr(model, "module", model)
+    return {name: tensor for name, tensor in inner.named_parameters() if tensor.requires_grad}

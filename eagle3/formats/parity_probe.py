@@ -8,7 +8,7 @@ draft vocabulary. A safetensors file under a name that no server takes for weigh
     embeddings   [N, H] bfloat16     of these tokens, for a checkpoint that leaves the verifier's embedding out
     offsets      [D + 1] int64       document d is positions offsets[d] .. offsets[d + 1] - 1
     starts       [P] int64           ascending; every step of each stays inside its document
-    logits       [S, P, K] bfloat16
+    logits       [S, P, K] float32
     token_ids    [K] int64           which verifier token each row of the draft's head proposes
 """
 
@@ -73,10 +73,10 @@ def _fault(probe: ParityProbe) -> str:
         return (
             f"logits {list(probe.logits.shape)} for {len(probe.starts)} starts, {len(probe.token_ids)} rows of a head"
         )
-    for name in ("aux_states", "embeddings", "logits"):
+    for name, dtype in (("aux_states", torch.bfloat16), ("embeddings", torch.bfloat16), ("logits", torch.float32)):
         tensor = getattr(probe, name)
-        if tensor.dtype != torch.bfloat16 or not bool(tensor.isfinite().all()):
-            return f"{name} that are not finite bfloat16 numbers"
+        if tensor.dtype != dtype or not bool(tensor.isfinite().all()):
+            return f"{name} that are not finite numbers of {dtype}"
     offsets = probe.offsets.tolist()
     if offsets[0] != 0 or offsets[-1] != len(probe.input_ids) or offsets != sorted(set(offsets)):
         return f"offsets {offsets}"

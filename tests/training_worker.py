@@ -1,0 +1,61 @@
+"""One process of a small training in float32: `python -m tests.training_worker FOLDER`, alone or under torchrun.
+
+FOLDER holds `total_seq_len`; `result.pt` is left there. The library's own forward without autocast, so that what is
+compared is the distribution and not the rounding of bfloat16.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from speculators.models.eagle3 import Eagle3DraftModel
+
+from eagle3.drafts import draft_model, training
+from eagle3.drafts.draft_architecture import resolve_architecture
+from eagle3.drafts.process_group import num_processes, process_group, rank
+from eagle3.drafts.training_data import PackedRows, read_documents
+from eagle3.params import VerifierParams, read_params
+from eagle3.verifiers.verifier import resolve_verifier
+from tests.code_deps import ROOT
+from tests.training_inputs import States, random_states
+
+POSITIONS, SAMPLES = 64, 13
+
+
+def equal_samples() -> States:
+    """Samples of equal length and supervision, one for validation; 12 to train on, six pairs."""
+    states = random_states(SAMPLES, POSITIONS + 1, 3)
+    samples = [states.get(name) for name in states.sample_ids]
+    return States(*(replace(each, split="val" if number == 0 else "train") for number, each in enumerate(samples[:-1])))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    total_seq_len = int((folder / "total_seq_len").read_text())
+    torch.set_num_threads(1)
+    params = read_params(ROOT / "params.yaml")
+    asked = replace(params.train, epochs=2, total_seq_len=total_seq_len)
+    verifier = resolve_verifier(VerifierParams(str(folder.parent / "verifier"), None, None, False))
+    architecture = resolve_architecture(params.draft, verifier.text_config, 320, [1, 3, 5])
+    config = training.trainer_config
+    training.trainer_config = lambda *given: config(*given)._replace(hidden_states_dtype=torch.float32)
+    draft_model.draft_class = lambda: Eagle3DraftModel
+    with process_group():
+        model = draft_model.build_draft(architecture, verifier, None, asked.ttt_steps, 0)
+        states = equal_samples()
+        splits = read_documents(states, total_seq_len, asked.ttt_steps).by_split
+        rows = PackedRows(states, splits["train"], total_seq_len, 0, share=(rank(), num_processes()))
+        done = training.train(
+            model, asked, (rows, PackedRows(states, splits["val"], total_seq_len)), folder, lambda *_: None
+        )
+        if rank() == 0:
+            weights = {name: tensor.data for name, tensor in model.named_parameters() if tensor.requires_grad}
+            losses = [(epoch.train_loss, epoch.val_loss, *epoch.val_accuracy) for epoch in done.epochs]
+            torch.save({"weights": weights, "losses": losses, "settings": done.settings}, folder / "result.pt")
+
+
+if __name__ == "__main__":
+    main()
