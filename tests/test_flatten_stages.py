@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle3.drafts.walk_files import write_walks
 from eagle3.formats.checkpoint_files import PROBE
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.problems import InvalidInput
@@ -22,7 +23,7 @@ from tests.repository import environment, make_repository, set_params
 
 def write_checkpoints(folder: Path, best: int = 0, **config) -> None:
     for epoch in range(3):
-        write_nested(folder / f"epoch_{epoch}", {**NESTED, **config}, fill=epoch + 1)
+        write_walks(write_nested(folder / f"epoch_{epoch}", {**NESTED, **config}, fill=epoch + 1), {})
     (folder / "verifier_config.json").write_text(json.dumps(VERIFIER))
     write_manifest(folder, Manifest("train", verifier={"source": "org/model"}, decisions={"best_epoch": best}))
 
@@ -40,7 +41,11 @@ def flattened(select="best", drop_embed_tokens=False) -> None:
 
 
 def simulated(level="off") -> dict:
-    run(simulate_weight_load, simulate_weight_load={"engine_level": level}, engines={"vllm": "0.32.0"})
+    run(
+        simulate_weight_load,
+        simulate_weight_load={"engine_level": level, "max_logit_steps": 8.0},
+        engines={"vllm": "0.32.0"},
+    )
     return json.loads(Path("reports/simulate_weight_load.json").read_text())
 
 
@@ -72,6 +77,7 @@ def test_every_epoch_is_flattened_and_one_is_the_draft(work, capsys):
         "model-frozen.safetensors",
         "model-trained.safetensors",
         "model.safetensors.index.json",
+        "walk_eval.json",
     ]
     assert sorted(tree("data/configs")) == [
         *(f"data/configs/epoch_{epoch}/config.json" for epoch in range(3)),
@@ -201,7 +207,7 @@ def test_a_real_checkpoint_goes_through_all_three_stages(tmp_path):
     assert str(tmp_path) not in text
     config = json.loads((folder / "data/draft/config.json").read_text())
     assert (config["num_aux_hidden_states"], config["norm_before_residual"]) == (4, True)
-    set_params(folder, {"flatten": {"drop_embed_tokens": True}, "simulate_weight_load": {"engine_level": "required"}})
+    set_params(folder, {"flatten": {"drop_embed_tokens": True}})
     assert [stage(folder, name).returncode for name in ("flatten", "simulate_weight_load")] == [0, 0]
     report = json.loads((folder / "reports/simulate_weight_load.json").read_text())
     assert report["engine_level"]["loaded"][0]["filled"] == 12, "the embedding is the verifier's"
@@ -251,6 +257,7 @@ def real_checkpoint(verifier: Path, folder: Path) -> None:
     rows = probe_rows(states, read_documents(states, 64, 3).by_split["val"], 64, 3)
     for epoch in range(2):
         place = write_epoch(folder, epoch, model, "verifier")
+        write_walks(place, {})
         write_probe(place / PROBE, probe_of(model, rows, ids - torch.arange(64), 3))
     shutil.copyfile(verifier / "config.json", folder / "verifier_config.json")
     write_manifest(folder, Manifest("train", verifier={"source": "verifier"}, decisions={"best_epoch": 1}))
