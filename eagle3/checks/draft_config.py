@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cerberus import TypeDefinition, Validator
-
 from eagle3.formats.json_files import spelled
+from eagle3.formats.light_cerberus import TypeDefinition, Validator
 from eagle3.problems import Change, Problem, repairable
 
 MAX_SIZE = 2**31 - 1
@@ -197,8 +196,9 @@ def type_problems(raw: dict[str, Any], nested: bool) -> tuple[list[Problem], dic
     nothing further can be said.
     """
     schema = SCHEMA | ({"target_hidden_size": _SIZE | _OPTIONAL} if nested else {})
-    validator = ConfigValidator(schema, allow_unknown=True)
-    if validator.validate(raw):
+    # No key is required, and cerberus 1.3.8 takes 0.3 ms to look at the rules of one: only those of this config.
+    validator = ConfigValidator({key: schema[key] for key in schema if key in raw}, allow_unknown=True)
+    if validator.validate(raw, normalize=False):
         return [], raw
     problems: list[Problem] = []
     coerced: dict[str, Any] | None = dict(raw)
