@@ -110,6 +110,24 @@ def sorted_problems(problems: Iterable[Problem]) -> list[Problem]:
     return sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity))
 
 
+def at_most(count: int, problems: Iterable[Problem]) -> list[Problem]:
+    """`count` problems of each code, and one more that says how many of its kind were left out."""
+    seen: dict[str, int] = {}
+    kept: list[Problem] = []
+    last: dict[str, Problem] = {}
+    for problem in problems:
+        seen[problem.code] = seen.get(problem.code, 0) + 1
+        if seen[problem.code] <= count:
+            kept.append(problem)
+            continue
+        worse = last.get(problem.code, problem)
+        last[problem.code] = worse if worse.severity == "error" else problem
+    for code, problem in last.items():
+        left = seen[code] - count
+        kept.append(replace(problem, where=f"{left} more", found=f"e.g. {problem.where}", changes=()))
+    return kept
+
+
 def format_problem(problem: Problem, width: int = 110) -> str:
     """A few terminal lines: code and place, then one indented line for each thing said."""
     head = f"{problem.severity.upper()} {problem.code}: {problem.where}"

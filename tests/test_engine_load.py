@@ -29,11 +29,12 @@ CASES = sorted(
 # vLLM refuses these before any tensor is read, so there is no load to compare; it must refuse, and so must we.
 REFUSED_BEFORE = {
     "activation", "config-type", "dtype", "heads", "model-type", "name-prefix", "nested-config", "not-eagle3",
-    "other-drafter", "window",
+    "other-drafter", "rope", "window",
 }  # fmt: skip
 # Among those, what vLLM loads all the same: wrongly, or because --speculative-config, as used here, reads less.
 LOADS_ALL_THE_SAME = {
-    "eagle1_wrapped", "mla_as_kimi_k2", "mla_as_llama", "nested_without_proposals", "positions_absent_nested",
+    "eagle1_wrapped", "ids_as_text", "mla_as_kimi_k2", "mla_as_llama", "nested_without_proposals",
+    "positions_absent_nested", "rope_in_two_spellings", "rope_of_two_thetas", "window_without_layer_types",
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3.problems import InvalidInput, Problem, format_problem, has_errors, invalid, sorted_problems
+from eagle3.problems import InvalidInput, Problem, at_most, format_problem, has_errors, invalid, sorted_problems
 
 ERROR = Problem("gate", "serve_test.min_rounds", "700", "at least 750", "ask more prompts", "the interval is wide")
 WARNING = Problem("absent", "head_dim", "absent", "a number", "write it", severity="warning")
@@ -51,3 +51,10 @@ def test_an_exception_without_a_problem_is_a_fault_of_ours():
         InvalidInput()
     with pytest.raises(AssertionError):
         Problem("code", "where", "found", "expected", "fix", severity="note")
+
+
+def test_many_problems_of_one_kind_are_counted():
+    several = [Problem("c", f"x{n}", "f", "e", "fix", severity="warning" if n % 2 else "error") for n in range(5)]
+    found = at_most(2, [*several, WARNING])
+    assert [each.where for each in found] == ["x0", "x1", "head_dim", "3 more"]
+    assert (found[-1].severity, found[-1].found) == ("error", "e.g. x2")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eagle3.checks.config_check import VLLM_RULES, Verdict, apply_config_rules, apply_rules, as_given, judged_config
 from eagle3.checks.config_rules import Given, Rule
-from eagle3.checks.load_problems import common_prefix, load_problems, prefix_problem
+from eagle3.checks.load_problems import MANY, common_prefix, load_problems, prefix_problem
 from eagle3.checks.quantisation_rules import QUANTISATION_RULES
 from eagle3.checks.servers import SERVERS
 from eagle3.checks.sglang_load import simulate_sglang_load, takes_prefix
@@ -23,6 +23,7 @@ from eagle3.formats.checkpoint_files import CheckpointTensors, read_checkpoint_t
 from eagle3.formats.config_formats import canonical
 from eagle3.formats.json_files import read_json_object
 from eagle3.formats.safetensors_headers import TensorHeader
+from eagle3.problems import at_most
 from eagle3.verifiers.verifier_config import VerifierConfig
 
 TENSOR_RULES_OF = {"vllm": (*TENSOR_RULES, *QUANTISATION_RULES), "sglang": SGLANG_TENSOR_RULES}
@@ -86,6 +87,7 @@ def check_checkpoint(
         _unknown_to_us(given, verdict, compared=values and verifier_folder is not None)
     if values and tensors:
         _values(given, vocab_size, verifier_folder, verdict)
+    verdict.problems = at_most(MANY, verdict.problems)
     return verdict, load
 
 

@@ -17,7 +17,7 @@ from eagle3.problems import Change, Problem, repairable
 
 PLAIN = re.compile(r"(?:fc|midlayer|layers\.0)\.")
 PREFIXED = re.compile(r"((?:[A-Za-z0-9_-]{1,40}\.){1,8}?)(?:fc|midlayer|layers\.0)\.")
-FEW = 4
+FEW, MANY = 4, 100
 PACKED = (
     "_packed", "_scale", "_scale_inv", "_zero_point", "_shape", ".qweight", ".qzeros", ".scales", ".g_idx", ".absmax",
     ".quant_map", ".quant_state.bitsandbytes__nf4",
@@ -120,6 +120,8 @@ def _renames(load: SimulatedLoad) -> dict[str, str]:
         part.name: part.shape for state in load.parameters if not state.parameter.integer for part in state.missing
     }
     pairs: dict[str, str] = {}
+    if len(unknown) > MANY:  # no draft has as many tensors: each would be compared with each
+        return pairs
     for name, tensor in unknown.items():
         if tensor.dtype not in ("BF16", "F16", "F32") or printable(name) != name or name.startswith(TRAINER):
             continue

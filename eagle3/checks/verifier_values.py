@@ -17,7 +17,7 @@ import numpy as np
 
 from eagle3.checks.config_check import Verdict
 from eagle3.checks.servers import SERVERS
-from eagle3.checks.weight_values import BLOCK, INTEGERS, read_integers, windows
+from eagle3.checks.weight_values import BLOCK, MAX_IDS, is_map, read_integers, windows
 from eagle3.formats.safetensors_headers import TensorHeader, num_bytes
 from eagle3.problems import Problem
 from eagle3.verifiers.verifier_config import VerifierConfig
@@ -25,6 +25,7 @@ from eagle3.verifiers.verifier_tensors import find_verifier_tensors
 
 VLLM = SERVERS["vllm"].name
 SAMPLE = 48
+MAX_WIDTH = 1 << 20
 # Of two directions drawn at random the cosine stays below sqrt(2 ln V / H) among V others; half as much again is safe.
 NOISE, LEAST, MARGIN, UNRELATED = 1.5, 0.5, 0.1, 0.3
 # Half of the distance between neighbouring values, relative: what casting the verifier's row may have changed.
@@ -98,6 +99,8 @@ def _not_comparable(ours: TensorHeader, theirs: TensorHeader) -> str:
         return f"{ours.dtype} in the draft, {theirs.dtype} in the verifier: packed numbers are not compared"
     if not ours.shape[0] or not ours.shape[1]:
         return "it is empty"
+    if max(ours.shape[0], theirs.shape[0]) > MAX_IDS or ours.shape[1] > MAX_WIDTH:
+        return f"{list(ours.shape)} is larger than any model's"
     return "" if ours.shape[0] <= theirs.shape[0] else f"more rows than the verifier's {theirs.shape[0]}"
 
 
@@ -106,7 +109,7 @@ def _targets(tensors: Mapping[str, TensorHeader], head: TensorHeader, theirs: Te
     d2t, rows = tensors.get("d2t"), np.arange(head.shape[0])
     if d2t is None:
         return rows
-    if d2t.dtype not in INTEGERS or d2t.shape != (len(rows),):
+    if not is_map(d2t) or d2t.shape != (len(rows),):
         return None
     targets: np.ndarray = rows + read_integers(d2t)
     return targets if ((targets >= 0) & (targets < theirs.shape[0])).all() else None

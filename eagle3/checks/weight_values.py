@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from eagle3.problems import Change, Problem, repairable
 
 WINDOW = 16 << 20
 BLOCK = 1 << 18
+# Ten times the largest vocabulary; a map of more ids is not read into memory.
+MAX_IDS = 1 << 22
 VLLM = SERVERS["vllm"]
 
 
@@ -51,8 +54,13 @@ def value_problems(
     for name, tensor in tensors.items():
         if tensor.dtype in FLOATS and tensor.end > tensor.begin:
             yield from _float_problems(name, tensor, dtype == "float16", server.name)
-    if "d2t" in tensors and tensors["d2t"].dtype in INTEGERS and len(tensors["d2t"].shape) == 1:
-        yield from map_problems(read_integers(tensors["d2t"]), _mask(tensors), vocab_size, server)
+    if is_map(d2t := tensors.get("d2t")):
+        yield from map_problems(read_integers(d2t), _mask(tensors), vocab_size, server)
+
+
+def is_map(tensor: TensorHeader | None) -> TypeGuard[TensorHeader]:
+    """A list of integers that may be read whole; one of another form or size was reported by the simulated load."""
+    return tensor is not None and tensor.dtype in INTEGERS and len(tensor.shape) == 1 and tensor.shape[0] <= MAX_IDS
 
 
 def windows(tensor: TensorHeader, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -160,7 +168,7 @@ def _are_ids(d2t: np.ndarray, marked: np.ndarray | None, vocab_size: int, outsid
 
 def _mask(tensors: Mapping[str, TensorHeader]) -> np.ndarray | None:
     t2d = tensors.get("t2d")
-    return read_integers(t2d) if t2d and t2d.dtype in INTEGERS and len(t2d.shape) == 1 else None
+    return read_integers(t2d) if is_map(t2d) else None
 
 
 def _problem(

@@ -59,7 +59,9 @@ def read_checkpoint_tensors(folder: Path, server: str = VLLM) -> CheckpointTenso
 
 
 def _chosen_files(folder: Path, problems: list[Problem], server: str) -> list[Path]:
-    every = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    entries = sorted(folder.glob("*.safetensors"))
+    every = [path for path in entries if path.is_file()]
+    problems += [_no_file(path) for path in entries[:MAX_FILES] if path not in every]
     if not every:
         problems += _pickle_problems(folder)
         return []
@@ -164,6 +166,19 @@ def _twice(second: TensorHeader, first: TensorHeader, server: str) -> Problem:
         "one file that holds it",
         "delete the file that is left over",
         f"{server} loads both, and the one that it reads last stays",
+    )
+
+
+def _no_file(path: Path) -> Problem:
+    """A link without a target (half of a hub's cache), a folder, a pipe or a device: opening it may never return."""
+    found = "a link to nothing" if path.is_symlink() and not path.exists() else "no regular file"
+    return Problem(
+        "no-file",
+        printable(path.name),
+        found,
+        "a file with tensors",
+        "download the checkpoint again, or delete the entry",
+        "vLLM 0.32.0 tries to open it and fails, or waits for ever",
     )
 
 
