@@ -128,6 +128,8 @@ def check(given: argparse.Namespace) -> int:
         )
         if given.no_values:
             verdict.skip("values", why)
+        if given.tensor_parallel_size and given.engine != "vllm":
+            verdict.skip("tensor parallelism", "judged for vLLM alone")
         return verdict
 
     def repaired(verifier: VerifierConfig | None) -> Verdict:
