@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: repro test test-all lint lock clean help
+.PHONY: repro compare test test-all lint lock clean help
 
 LOCK ?= requirements/cpu.lock
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
@@ -22,6 +22,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 repro: .venv/.installed ## run the pipeline (dvc repro), then print its summary
 	@$(RUN) dvc repro
 	@$(RUN) python -m eagle3 summary
+
+compare: .venv/.installed ## print one table of all experiments
+	@$(RUN) python -m eagle3 compare
 
 test: .venv/.installed ## run the default tests
 	@$(RUN) python -m pytest -m "not long" $(PYTEST_ARGS)

@@ -96,6 +96,18 @@ def _parser() -> argparse.ArgumentParser:
     export_.add_argument("--verifier-name", metavar="NAME", help="for speculators: the verifier's hub id or path")
     export_.add_argument("--num-speculative-tokens", type=int, metavar="N", help="for speculators: tokens a round")
     export_.set_defaults(run=export)
+    planning = commands.add_parser("plan", help="what dvc repro would run, restore or skip, why, and what it costs")
+    planning.add_argument("-S", "--set-param", action="append", default=[], metavar="key=value", dest="settings")
+    planning.add_argument("--json", action="store_true", help="print one JSON object")
+    planning.set_defaults(run=plan)
+    estimating = commands.add_parser("estimate", help="disk, memory and time of the long stages, and what is here")
+    estimating.add_argument("--verifier", type=Path, metavar="DIR|config.json", help="the model that is accelerated")
+    estimating.set_defaults(run=estimate)
+    doctoring = commands.add_parser("doctor", help="what of this environment would fail or slow a run, with the remedy")
+    doctoring.add_argument("--json", action="store_true", help="print one JSON object")
+    doctoring.set_defaults(run=doctor)
+    comparing = commands.add_parser("compare", help="all experiments in one table: what differs, and what came of it")
+    comparing.set_defaults(run=compare)
     closing = commands.add_parser("summary", help="the closing table of the pipeline in this folder")
     closing.set_defaults(run=summary)
     return parser
@@ -205,6 +217,56 @@ def export(given: argparse.Namespace) -> int:
     if verdict.problems:
         print(format_problems(verdict.problems))
     print(f"{given.target}: config.json as {given.engine} reads it, every tensor with its bytes")
+    return OK
+
+
+def plan(given: argparse.Namespace) -> int:
+    from eagle3.params import PARAMS_FILE
+    from eagle3.plans.overrides import override
+    from eagle3.plans.plan import plan as planned
+    from eagle3.plans.plan_table import plan_rows, plan_table
+    from eagle3.yaml12 import read_yaml
+
+    if not Path("dvc.yaml").is_file():
+        return _wrong_call("no dvc.yaml here: run it in the root of the repository")
+    rows = plan_rows(planned(override(read_yaml(PARAMS_FILE), given.settings)))
+    if given.json:
+        _print_json(rows)
+    else:
+        print(plan_table(rows))
+    return OK
+
+
+def estimate(given: argparse.Namespace) -> int:
+    from eagle3.params import read_params
+    from eagle3.plans.estimate import estimate as estimated
+    from eagle3.plans.estimate import free_disk, machine_memory, need_lines, shortages
+    from eagle3.problems import format_problems, has_errors
+
+    needs = estimated(read_params(), given.verifier)
+    problems = list(shortages(needs, free_disk(), machine_memory()))
+    print("\n".join([*need_lines(needs), format_problems(problems)]).rstrip())
+    return ERRORS if has_errors(problems) else OK
+
+
+def doctor(given: argparse.Namespace) -> int:
+    from eagle3.plans.doctor import CHECKS, diagnose
+    from eagle3.problems import format_problems, has_errors
+
+    problems = diagnose()
+    if given.json:
+        _print_json([problem.as_dict() for problem in problems])
+    else:
+        print(format_problems(problems) or f"{len(CHECKS)} groups of checks, nothing found")
+    return ERRORS if has_errors(problems) else OK
+
+
+def compare(given: argparse.Namespace) -> int:
+    from eagle3.plans.compare import compare as compared
+
+    if not Path("dvc.yaml").is_file():
+        return _wrong_call("no dvc.yaml here: run it in the root of the repository")
+    print(compared())
     return OK
 
 

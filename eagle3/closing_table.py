@@ -56,7 +56,7 @@ def _epochs() -> list[str]:
     k = str(manifest.params["train"]["ttt_steps"])
     head = ("epoch", "train loss", "val loss", "train accuracy", "val accuracy", f"walk val k={k}", "walk eval")
     rows = [head, *(_epoch(record, k, manifest.decisions["best_epoch"]) for record in manifest.decisions["epochs"])]
-    return ["", *_aligned(rows), "(accuracy by unrolled step, inside the draft vocabulary; * longest walk on val)", ""]
+    return ["", *aligned(rows), "(accuracy by unrolled step, inside the draft vocabulary; * longest walk on val)", ""]
 
 
 def _epoch(record: Json, k: str, best: int) -> tuple[str, ...]:
@@ -104,14 +104,14 @@ def _prediction(report: Json) -> str:
 
 def _stages() -> list[str]:
     """Time and peak memory of each stage's last completed run here."""
-    runs = _last_runs(scratch_home() / "runs.jsonl")
+    runs = last_runs(scratch_home() / "runs.jsonl")
     rows = [("stage", "time", "peak memory")]
     for stage in STAGES:
         run = runs.get(stage)
-        shown = (_clock(run["seconds"]), f"{run['peak_memory_bytes'] / 2**30:.1f} GiB") if run else ("not run here", "")
+        shown = (clock(run["seconds"]), f"{run['peak_memory_bytes'] / 2**30:.1f} GiB") if run else ("not run here", "")
         rows.append((stage, *shown))
-    rows.append(("all", _clock(sum(run["seconds"] for run in runs.values())), ""))
-    return [*_aligned(rows), ""]
+    rows.append(("all", clock(sum(run["seconds"] for run in runs.values())), ""))
+    return [*aligned(rows), ""]
 
 
 def _checkpoint() -> list[str]:
@@ -127,7 +127,7 @@ def _report(stage: str, name: str) -> Json:
     return value
 
 
-def _last_runs(log: Path) -> dict[str, Json]:
+def last_runs(log: Path) -> dict[str, Json]:
     """A line that a killed run left unfinished is no run."""
     runs: dict[str, Json] = {}
     for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
@@ -140,11 +140,11 @@ def _last_runs(log: Path) -> dict[str, Json]:
     return runs
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}" if seconds >= 60 else f"{seconds:.1f} s"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Left-aligned columns two blanks apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

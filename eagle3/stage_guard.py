@@ -282,6 +282,7 @@ def _measured(name: str, digest: str) -> Iterator[dict[str, float]]:
         row = {
             "stage": name,
             "digest": digest,
+            "experiment": os.environ.get("DVC_EXP_NAME", ""),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - start, 1),
             "peak_memory_bytes": peak.stop(),

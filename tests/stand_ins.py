@@ -26,17 +26,19 @@ from eagle3.manifests import Manifest, read_manifest, verify_files, write_manife
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.yaml12 import read_yaml
 
+VERIFIER_ID = {"source": "org/model", "revision": "0" * 40, "sha256": "a" * 64}
+
 
 def pause():
     time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
 
 
-def write_reports(stage, digest):
-    """Every report that dvc.yaml names for the stage."""
+def write_reports(stage, digest, **reports):
+    """Every report that dvc.yaml names for the stage: those given by the stem of their names, else a number or two."""
     spec = read_yaml(Path("dvc.yaml"))["stages"][stage.name]
     for name in (name for report in [*spec.get("metrics", []), *spec.get("plots", [])] for name in report):
         if name.endswith(".json"):
-            write_json(stage.out(name), {"number": int(digest[:6], 16)})
+            write_json(stage.out(name), reports.get(Path(name).stem, {"number": int(digest[:6], 16)}))
         else:
             write_text(stage.out(name), f"x,y\\n0,{int(digest[:6], 16)}\\n")
 
@@ -69,8 +71,11 @@ def run(stage: Stage) -> None:
         samples.append(Sample(name, name, 0, split, ids, [index > 3 for index in range(len(ids))], "stop"))
     folder = stage.out("data/samples")
     write_samples(folder, samples)
+    counts = {split: sum(sample.split == split for sample in samples) for split in ("train", "val", "eval")}
+    counts |= {"tokens": 64 * len(samples), "supervised_tokens": 60 * len(samples)}
     decisions = {"vocab_size": 160, "special_token_ids": [0, 1, 2]}
-    write_manifest(folder, Manifest("sample", stage.values, decisions=decisions))
+    engines = {"vllm": stage.params.engines.vllm}
+    write_manifest(folder, Manifest("sample", stage.values, {}, VERIFIER_ID, engines, counts, decisions))
 """
 EXTRACT = """\
 def run(stage: Stage) -> None:
@@ -84,42 +89,72 @@ def run(stage: Stage) -> None:
                 partial.write_bytes(hashlib.shake_256(key.encode()).digest(20_000))
             pause()
         link_or_copy(shard, folder / shard.name)
-    write_manifest(folder, Manifest("extract", stage.values, made))
+    engines = {"vllm": stage.params.engines.vllm}
+    write_manifest(folder, Manifest("extract", stage.values, made, VERIFIER_ID, engines))
 """
 TRAIN = """\
+from eagle3.acceptance import Acceptance
 from eagle3.drafts.walk_files import write_walks
-from tests.drafts import VERIFIER, write_nested
+from eagle3.machine import read_machine
+from tests.drafts import LAYER, NESTED, VERIFIER, write_nested
+
+
+def architecture(values, made):
+    # as in a real checkpoint, the config tells the draft's sizes, its vocabulary and its layer ids, and nothing else
+    sizes = made["vocab_map"]["params"]["vocab_map"], made["hidden_states"]["params"]["extract"]["aux_layer_ids"]
+    told = int(sha256_of_json([values["draft"], *sizes])[:6], 16) / 2**24
+    return NESTED | {"transformer_layer_config": LAYER | {"initializer_range": told}}
 
 
 def run(stage: Stage) -> None:
     made = read(("hidden_states", "extract"), ("vocab_map", "vocab-map"))
+    read_machine()
     digest = sha256_of_json([stage.values, made])
+    config = architecture(stage.values, made)
     folder = stage.out("data/checkpoints")
     for epoch in range(stage.params.train.epochs):
-        place = write_nested(folder / f"epoch_{epoch}", fill=1 + int(digest[epoch : epoch + 2], 16) % 60)
-        write_walks(place, {"0003": [int(digest[epoch], 16) % 4]})
+        write_nested(folder / f"epoch_{epoch}", config, fill=1 + int(digest[epoch : epoch + 2], 16) % 60)
+        write_walks(folder / f"epoch_{epoch}", {"0003": [int(digest[epoch], 16) % 4]})
         pause()
     write_json(folder / "verifier_config.json", VERIFIER)
-    decisions = {"best_epoch": 0, "inputs": digest}
-    write_manifest(folder, Manifest("train", stage.values, made, {"source": "org/model"}, decisions=decisions))
-    write_reports(stage, digest)
+    length = Acceptance(100, (int(digest[:2], 16) % 50 + 40, 24, 13)).as_dict()
+    walk = {split: {str(k): length for k in range(1, 9)} for split in ("val", "eval")}
+    epochs = [{"epoch": epoch, "walk": walk, "walk_without_loops": walk} for epoch in range(stage.params.train.epochs)]
+    decisions = {"best_epoch": 0, "draft": VERIFIER, "epochs": epochs, "inputs": digest}
+    engines = {"speculators": stage.params.engines.speculators}
+    write_manifest(folder, Manifest("train", stage.values, made, VERIFIER_ID, engines, {}, decisions))
+    write_reports(stage, digest, train={"best_epoch": 0, "val_loss": int(digest[:6], 16) / 2**20})
 """
 SERVE_TEST = """\
+from eagle3.serve.release import Release, read_passed_checks, require_one_lineage, write_release
+
+
 def run(stage: Stage) -> None:
     made = read(("draft", "flatten"), ("samples", "sample"))
-    passed = [json.loads(Path(f"reports/{name}.json").read_text()) for name in CHECKS]
-    digest = sha256_of_json([stage.values, made, passed])
-    folder = stage.out("data/release")
-    folder.mkdir(parents=True)
-    for path in sorted(Path("data/draft").iterdir()):
-        if path.name != "manifest.json":
-            link_or_copy(path, folder / path.name)
-            pause()
-    write_manifest(folder, Manifest("serve-test", stage.values, made, decisions={"inputs": digest}))
-    write_reports(stage, digest)
-
-
-CHECKS = ("validate_config", "simulate_weight_load")
+    draft, samples = read_manifest(Path("data/draft"), "flatten"), read_manifest(Path("data/samples"), "sample")
+    require_one_lineage(draft, samples, VERIFIER_ID)
+    checks, params = read_passed_checks(), stage.params.serve_test
+    digest = sha256_of_json([stage.values, made, checks])
+    length = draft.inputs["checkpoints"]["decisions"]["epochs"][0]["walk"]["eval"][str(params.num_speculative_tokens)]
+    served = {**length, "interval_95": [1.5, 2.5]}
+    speed = {"tokens_per_second_with_draft": 50.0, "tokens_per_second_without_draft": 40.0, "speed_up": 1.25}
+    report = {
+        "prompts": params.num_prompts,
+        "new_tokens": 1000,
+        "num_speculative_tokens": params.num_speculative_tokens,
+        "served": served,
+        "served_without_loops": served,
+        "walk": length,
+        "greedy": {"equal": 3, "ties": int(digest[:2], 16), "faults": 0},
+        "speed": speed,
+        "gates": {"rounds": {"at_least": params.min_rounds, "passed": True, "value": 100_000}},
+    }
+    for _ in range(3):
+        pause()
+    write_reports(stage, digest, serve_test=report)
+    engines = {"vllm": stage.params.engines.vllm}
+    release = Release(draft, samples, report, checks, stage.values, engines)
+    write_release(stage.out("data/release"), Path("data/draft"), release)
 """
 BODIES = {"sample": SAMPLE, "extract": EXTRACT, "train": TRAIN, "serve-test": SERVE_TEST}
 LEFT_OUT = ("tests/", "docs/", "reports/", "requirements/", "presets/", "dvc.lock")
@@ -140,6 +175,7 @@ def light_repository(folder: Path) -> Path:
         (folder / f"stages/{name.replace('-', '_')}.py").write_text(HEAD + body + stage)
     rows = [json.dumps({"messages": [{"role": "user", "content": f"number {n}"}]}) for n in range(12)]
     (folder / "data/conversations/tiny.jsonl").write_text("\n".join(rows) + "\n")
+    set_params(folder, {"sample": {"sources": [{"file": "tiny.jsonl"}]}})
     set_params(folder, {"vocab_map": {"draft_vocab_size": 40}, "simulate_weight_load": {"engine_level": "off"}})
     for words in (
         "init -q",

@@ -12,12 +12,13 @@ import sys
 import pytest
 
 from eagle3.__main__ import main
+from eagle3.dvc_records import folder_md5
 from eagle3.manifests import write_manifest
 from eagle3.problems import InvalidInput
 from eagle3.serve.checksums import NAME as SUMS
 from eagle3.serve.checksums import write_checksums
 from eagle3.serve.release import write_release
-from eagle3.serve.trace import dvc_digest, trace, trace_lines
+from eagle3.serve.trace import trace, trace_lines
 from tests.repository import run
 from tests.test_release import lineage_of, release_of
 
@@ -153,7 +154,7 @@ def test_the_digest_is_dvcs_and_the_commit_the_tag_and_the_experiment_are_found(
     run(clone, "git", "add", "-A")
     run(clone, "git", "commit", "-qm", "Release the draft")
     run(clone, "git", "tag", "v0.1.0")
-    assert f"md5: {dvc_digest(clone / 'data/release')}\n" in (clone / "dvc.lock").read_text()
+    assert f"md5: {folder_md5(clone / 'data/release')}\n" in (clone / "dvc.lock").read_text()
     commit = run(clone, "git", "log", "-1", "--format=%h %cs %s").stdout.strip()
 
     (tmp_path / "source/README.md").write_text("another release\n")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3.dvc_records import folder_md5
 from eagle3.formats.json_files import printable, read_json_object, spelled
 from eagle3.manifests import NAME as MANIFEST
 from eagle3.problems import InvalidInput, Problem, invalid
@@ -70,23 +69,11 @@ def _not_a_release(where: str, found: str) -> Problem:
     return Problem("not-a-release", where, found, "what serve-test writes", "trace a folder that serve-test released")
 
 
-def dvc_digest(folder: Path) -> str:
-    """The md5 under which DVC 3 records a folder in dvc.lock: of the JSON list of its files' md5, sorted by path."""
-    paths = sorted((path.relative_to(folder).parts, path) for path in folder.rglob("*") if path.is_file())
-    entries = [{"md5": _md5(path), "relpath": "/".join(parts)} for parts, path in paths]
-    return hashlib.md5(json.dumps(entries, sort_keys=True).encode(), usedforsecurity=False).hexdigest() + ".dir"
-
-
-def _md5(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-
 def matching_commits(folder: Path) -> list[str] | None:
     """The commits of the repository around the current directory whose dvc.lock records exactly this folder."""
     if not Path("dvc.lock").is_file() or _git("rev-parse", "--is-inside-work-tree") is None:
         return None
-    digest = dvc_digest(folder)
+    digest = folder_md5(folder)
     revisions = (_git("rev-list", "--all", f"-n{MAX_COMMITS}", "--", "dvc.lock") or "").split()
     tags = (_git("for-each-ref", "--format=%(refname:short)", "refs/tags") or "").split()
     found = [line.rpartition(":")[0] for line in _grep(digest, revisions)]

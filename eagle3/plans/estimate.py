@@ -1,0 +1,164 @@
+"""`eagle3 estimate`: disk, memory and time that the long stages need, against what this machine has.
+
+Sizes are arithmetic on params.yaml and the verifier's config; times come from the last runs here. Nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.checks.draft_config import parse_draft_config
+from eagle3.checks.expected_tensors import expected_parameters
+from eagle3.closing_table import clock, last_runs
+from eagle3.drafts.draft_architecture import resolve_architecture
+from eagle3.formats.json_files import printable, read_json_object
+from eagle3.params import Params
+from eagle3.problems import Problem, invalid
+from eagle3.stage_guard import scratch_home
+from eagle3.verifiers.verifier_config import parse_verifier_config
+
+BF16, FLOAT32 = 2, 4
+# Adam keeps two moments and a gradient beside each trained weight.
+BYTES_PER_TRAINED_WEIGHT = 4 * FLOAT32
+FROZEN = ("embed_tokens.weight", "lm_head.weight")
+# Where a finished stage, or the user, has put the verifier's config.
+CONFIGS = (Path("data/configs/verifier.json"), Path("data/checkpoints/verifier_config.json"))
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one stage needs: bytes it writes, bytes of memory (0 = not estimated), seconds (None = never run here)."""
+
+    stage: str
+    disk: int
+    memory: int
+    seconds: float | None
+    how: str
+
+
+def estimate(params: Params, verifier: Path | None) -> list[Need]:
+    """The needs of extract and train; `InvalidInput` where the verifier's config cannot be found."""
+    config = _verifier_config(params, verifier)
+    tokens, known = _tokens(params)
+    ids = params.extract.aux_layer_ids
+    states = tokens * (len(ids) + 1) * config["hidden_size"] * BF16
+    rates = last_runs(scratch_home() / "runs.jsonl")
+    counted = "in data/samples" if known else "at most"
+    how = f"{tokens:,} tokens {counted} x {len(ids) + 1} states x {config['hidden_size']} x 2"
+    trained, frozen = _draft_weights(params, config)
+    passes = tokens * params.train.epochs
+    return [
+        Need("extract", states, 0, _seconds(tokens, rates.get("extract")), how),
+        Need(
+            "train",
+            (frozen + trained * params.train.epochs) * BF16,
+            trained * BYTES_PER_TRAINED_WEIGHT + (frozen + config["vocab_size"] * config["hidden_size"]) * FLOAT32,
+            _seconds(passes, rates.get("train")),
+            f"{trained:,} trained and {frozen:,} frozen weights, {params.train.epochs} epochs; activations come on top",
+        ),
+    ]
+
+
+def _verifier_config(params: Params, given: Path | None) -> Json:
+    source = Path(params.verifier.source).expanduser()
+    paths = [given / "config.json" if given and given.is_dir() else given, source / "config.json", *CONFIGS]
+    path = next((path for path in paths if path is not None and path.is_file()), None)
+    if path is None:
+        raise invalid(
+            "no-verifier-config",
+            "verifier.source",
+            f"{printable(params.verifier.source)}: no config.json here, and no stage has left one",
+            "the verifier's sizes",
+            "eagle3 estimate --verifier DIR   (a folder with the verifier's config.json, or that file)",
+        )
+    raw = read_json_object(path).value
+    parse_verifier_config(raw)
+    config: Json = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
+    if missing := [name for name in ("hidden_size", "vocab_size") if name not in config]:
+        found, fix = f"no {' and no '.join(missing)}", "eagle3 estimate --verifier DIR"
+        raise invalid("verifier-config", printable(str(path)), found, "the verifier's sizes", fix)
+    return config
+
+
+def _tokens(params: Params) -> tuple[int, bool]:
+    """The tokens of data/samples, else the most that the budgets allow."""
+    try:
+        counts = json.loads(Path("data/samples/manifest.json").read_text(encoding="utf-8"))["counts"]
+        return int(counts["tokens"]), True
+    except (OSError, ValueError, KeyError, TypeError):
+        sample = params.sample
+        return (sample.max_train + sample.max_val + sample.max_eval) * sample.max_model_len, False
+
+
+def _draft_weights(params: Params, config: Json) -> tuple[int, int]:
+    """(trained, frozen) weights of the draft, from the table of parameters that the server has for it."""
+    architecture = resolve_architecture(
+        params.draft, config, params.vocab_map.draft_vocab_size, params.extract.aux_layer_ids
+    )
+    raw = {**architecture.as_dict(), "num_aux_hidden_states": len(params.extract.aux_layer_ids)}
+    draft = parse_draft_config({key: value for key, value in raw.items() if value is not None}, "llama", False)
+    trained = frozen = 0
+    for parameter in expected_parameters(draft, architecture.vocab_size):
+        for part in parameter.parts:
+            size = 1
+            for length in part.shape:
+                size *= length
+            if part.name in FROZEN or parameter.integer:
+                frozen += size
+            else:
+                trained += size
+    return trained, frozen
+
+
+def _seconds(tokens: int, run: Json | None) -> float | None:
+    """At the rate of the last run here, the one-off seconds of loading counted in."""
+    rate = (run or {}).get("tokens_per_second")
+    return tokens / rate if isinstance(rate, (int, float)) and rate > 0 else None
+
+
+def shortages(needs: list[Need], free: int, memory: int) -> Iterator[Problem]:
+    """What this machine has too little of; free and memory in bytes."""
+    disk = sum(need.disk for need in needs)
+    if disk * 1.1 > free:
+        yield Problem(
+            "no-space",
+            str(Path.cwd()),
+            f"{free:,} bytes free",
+            f"{int(disk * 1.1):,} bytes: the outputs and a tenth more",
+            "make room (dvc gc -w -a -T --all-experiments), lower sample.max_train, or work on another disk",
+            "a full disk fails the stage, and DVC 3.67 can then cut dvc.lock to nothing (git checkout dvc.lock)",
+        )
+    for need in needs:
+        if need.memory > memory:
+            yield Problem(
+                "no-memory",
+                need.stage,
+                f"{memory:,} bytes of memory (on a GPU, compare with its own)",
+                f"{need.memory:,} bytes for weights and optimizer",
+                "a smaller vocab_map.draft_vocab_size or draft.intermediate_size, or a machine with more",
+                severity="warning",
+            )
+
+
+def machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_disk() -> int:
+    return shutil.disk_usage(Path()).free
+
+
+def need_lines(needs: list[Need]) -> Iterator[str]:
+    for need in needs:
+        took = "time not known: never run here" if need.seconds is None else f"about {clock(need.seconds)}"
+        memory = f", {need.memory:,} bytes of memory" if need.memory else ""
+        yield f"{need.stage}: writes {need.disk:,} bytes{memory}, {took}"
+        yield f"    {need.how}"
+    yield f"this machine: {free_disk():,} bytes free, {machine_memory():,} bytes of memory, {os.cpu_count()} cores"

@@ -1,0 +1,118 @@
+"""Real servers on loopback, started by a test: S3 by moto, SSH by asyncssh, HTTP by Python's own http.server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HOST = "127.0.0.1"
+BUCKET = "drafts"
+
+
+@dataclass(frozen=True)
+class Remote:
+    """How DVC reaches a remote: its URL, options of `dvc remote modify`, variables, and where its objects lie.
+
+    objects: the folder in which the server keeps them, or None for S3.
+    """
+
+    url: str
+    options: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    objects: Path | None = None
+
+
+@contextmanager
+def local_folder(folder: Path) -> Iterator[Remote]:
+    yield Remote(str(folder / "store"), objects=folder / "store")
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[Remote]:
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address=HOST, port=0, verbose=False)
+    server.start()
+    try:
+        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+        names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+        client = boto3.client(
+            "s3", endpoint_url=endpoint, aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"
+        )
+        client.create_bucket(Bucket=BUCKET)
+        yield Remote(f"s3://{BUCKET}/eagle3", {"endpointurl": endpoint}, names)
+    finally:
+        server.stop()
+
+
+@contextmanager
+def ssh_server(folder: Path) -> Iterator[Remote]:
+    """SFTP below `folder/served`, for one key; the host is known in the home that `variables` names."""
+    import asyncssh
+
+    for name in ("home/.ssh", "served/store"):
+        (folder / name).mkdir(parents=True)
+    host_key, user_key = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
+    user_key.write_private_key(str(folder / "home/.ssh/id_ed25519"))
+    (folder / "home/.ssh/id_ed25519").chmod(0o600)
+    (folder / "authorized").write_bytes(user_key.export_public_key())
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def wait(job):
+        return asyncio.run_coroutine_threadsafe(job, loop).result(30)
+
+    async def listen():
+        return await asyncssh.create_server(
+            asyncssh.SSHServer,
+            HOST,
+            0,
+            server_host_keys=[host_key],
+            authorized_client_keys=str(folder / "authorized"),
+            sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=str(folder / "served").encode()),
+        )
+
+    server = wait(listen())
+    try:
+        port = server.sockets[0].getsockname()[1]
+        known = f"[{HOST}]:{port} {host_key.export_public_key().decode()}"
+        (folder / "home/.ssh/known_hosts").write_text(known)
+        options = {"port": str(port), "user": "publisher", "keyfile": str(folder / "home/.ssh/id_ed25519")}
+        yield Remote(f"ssh://{HOST}/store", options, {"HOME": str(folder / "home")}, folder / "served/store")
+    finally:
+        loop.call_soon_threadsafe(server.close)
+        wait(server.wait_closed())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+
+
+@contextmanager
+def http_server(folder: Path) -> Iterator[Remote]:
+    """Read only: `folder/store` is filled by other means."""
+    (folder / "store").mkdir(parents=True)
+    server = subprocess.Popen(
+        [sys.executable, "-u", "-m", "http.server", "0", "--bind", HOST, "--directory", str(folder / "store")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        port = re.search(r"port (\d+)", server.stdout.readline())
+        assert port, "http.server says its port"
+        yield Remote(f"http://{HOST}:{port[1]}", objects=folder / "store")
+    finally:
+        server.kill()
+        server.wait()
+
+
+SERVERS = {"local": local_folder, "s3": s3_server, "ssh": ssh_server, "http": http_server}

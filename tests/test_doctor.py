@@ -1,0 +1,128 @@
+"""`eagle3 doctor` in environments that are broken on purpose: each finding has its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3.__main__ import main
+from eagle3.plans import doctor
+from tests.code_deps import ROOT
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A healthy repository, with every program it needs on PATH and nothing else."""
+    (tmp_path / ".dvc").mkdir()
+    for name in ("params.yaml", "dvc.yaml"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name, target in (("git", "/bin/true"), ("dvc", "/bin/true"), ("python", sys.executable)):
+        (tmp_path / "bin" / name).symlink_to(target)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def codes(*severities: str) -> set[str]:
+    return {problem.code for problem in doctor.diagnose() if problem.severity in (severities or ("error",))}
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / "bin" / name).unlink(missing_ok=True)
+    (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+def test_a_healthy_repository_has_no_error(here, capsys):
+    assert codes() == set()
+    assert main(["doctor"]) == 0
+    assert "ERROR" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["git", "dvc", "python"])
+def test_a_missing_program_is_named(here, name, capsys):
+    (here / "bin" / name).unlink()
+    assert codes() == {"no-program"}
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[0]["where"] == name
+
+
+def test_another_python_on_the_path_is_found(here):
+    program(here, "python", "exit 0")
+    assert codes() == {"other-python"}
+
+
+def test_another_engine_than_declared_is_found(here):
+    text = (here / "params.yaml").read_text()
+    (here / "params.yaml").write_text(text.replace('vllm: "0.32.0"', 'vllm: "0.31.0"'))
+    assert codes() == {"engine-version"}
+
+
+def test_broken_parameters_and_machine_are_said_and_the_rest_is_looked_at(here):
+    (here / "params.yaml").write_text("seed: many\n")
+    (here / "machine.yaml").write_text("tensor_parallel_size: 0\n")
+    (here / "bin/git").unlink()
+    assert codes() >= {"missing-parameter", "machine", "no-program"}
+
+
+def test_a_lock_with_other_versions_is_a_warning_that_names_them(here):
+    (here / "requirements").mkdir()
+    (here / "requirements/cpu.lock").write_text("pyyaml==1.0\nnot-there==2.0\n")
+    found = [problem for problem in doctor.diagnose() if problem.code == "packages"]
+    assert "not 1.0" in found[0].found
+    assert "not-there absent, not 2.0" in found[0].found
+
+
+def test_fewer_gpus_than_machine_yaml_wants_and_a_cpu_build_beside_them(here):
+    program(here, "nvidia-smi", "echo 'GPU 0: A'; echo 'GPU 1: B'")
+    (here / "machine.yaml").write_text("tensor_parallel_size: 8\n")
+    assert codes("error", "warning") >= {"gpus"}
+    assert any("at most 2 GPUs" in problem.expected for problem in doctor.diagnose())
+    program(here, "nvidia-smi", "exit 9")
+    assert "gpus" not in codes("error", "warning"), "a driver that fails shows no GPU"
+
+
+def test_a_weak_processor_and_little_memory(here, monkeypatch):
+    for name, text in (("CPUINFO", "flags : sse4_2 fpu\n"), ("MEMINFO", "MemAvailable:    1048576 kB\n")):
+        (here / name).write_text(text)
+        monkeypatch.setattr(doctor, name, here / name)
+    assert "cpu" in codes()
+    assert "memory" in codes("warning")
+    (here / "CPUINFO").write_text("flags : avx2 avx512f\n")
+    assert "cpu" in codes("warning")
+    (here / "CPUINFO").write_text("flags : avx2 amx_bf16\n")
+    assert "cpu" not in codes("error", "warning")
+
+
+def test_what_a_full_disk_and_an_open_file_of_secrets_leave(here):
+    (here / "dvc.lock").write_text("")
+    assert codes() == {"empty-lock"}
+    (here / "dvc.lock").unlink()
+    local = here / ".dvc/config.local"
+    local.write_text("['remote \"storage\"']\n    secret_access_key = abc\n")
+    local.chmod(0o644)
+    assert "secrets" in codes("warning")
+    assert not any("abc" in str(problem) for problem in doctor.diagnose()), "the secret itself is not said"
+    local.chmod(0o600)
+    assert "secrets" not in codes("warning")
+    local.chmod(0o644)
+    local.write_text("['remote \"storage\"']\n    url = /somewhere\n")
+    assert "secrets" not in codes("warning")
+
+
+def test_outside_a_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert {"no-repository", "unreadable"} <= codes()
+
+
+def test_in_time(here):
+    start = os.times()
+    doctor.diagnose()
+    assert os.times().user - start.user < 5

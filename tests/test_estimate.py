@@ -1,0 +1,68 @@
+"""`eagle3 estimate`: arithmetic that the presets' real checkpoints and the default run confirm."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from eagle3.__main__ import main
+from eagle3.params import read_params
+from eagle3.plans.estimate import Need, estimate, shortages
+from eagle3.problems import InvalidInput
+from tests.code_deps import ROOT
+from tests.test_presets import FLAT, SIZES
+
+VERIFIERS = ROOT / "tests/verifiers"
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_checkpoint_has_the_bytes_of_the_presets_real_one(name, tmp_path, monkeypatch):
+    """One epoch of weights, as speculators' own model has them at full size; a file adds header, t2d, a wider map."""
+    monkeypatch.chdir(tmp_path)
+    params = read_params(ROOT / f"presets/{name}.yaml")
+    once = replace(params, train=replace(params.train, epochs=1))
+    train = estimate(once, VERIFIERS / f"{name}.json")[1]
+    assert 0 <= SIZES[name] - train.disk < 600_000
+
+
+def test_hidden_states_of_kimi_are_57344_bytes_a_token(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    params = read_params(ROOT / "presets/kimi-k2.5.yaml")
+    extract = estimate(params, VERIFIERS / "kimi-k2.5.json")[0]
+    most = (10_000 + 500 + 128) * 4096
+    assert (extract.disk, extract.seconds) == (most * 57_344, None)
+    (tmp_path / "data/samples").mkdir(parents=True)
+    (tmp_path / "data/samples/manifest.json").write_text('{"counts": {"tokens": 1000}}')
+    (tmp_path / ".dvc/tmp/eagle3").mkdir(parents=True)
+    run = {"stage": "extract", "seconds": 10.0, "completed": True, "tokens_per_second": 500.0}
+    (tmp_path / ".dvc/tmp/eagle3/runs.jsonl").write_text(json.dumps(run) + "\n")
+    extract = estimate(params, VERIFIERS / "kimi-k2.5.json")[0]
+    assert (extract.disk, extract.seconds) == (57_344_000, 2.0)
+
+
+def test_too_little_disk_is_an_error_and_too_little_memory_a_warning():
+    needs = [Need("extract", 1000, 0, None, ""), Need("train", 100, 500, None, "")]
+    assert not list(shortages(needs, free=1211, memory=500))
+    found = [(problem.code, problem.severity) for problem in shortages(needs, free=1209, memory=499)]
+    assert found == [("no-space", "error"), ("no-memory", "warning")]
+
+
+def test_the_command_says_both_and_fails_where_it_cannot_fit(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text((ROOT / "presets/kimi-k2.5.yaml").read_text().replace("10000", "10000000"))
+    assert main(["estimate", "--verifier", str(VERIFIERS / "kimi-k2.5.json")]) == 1
+    told = capsys.readouterr().out
+    assert "ERROR no-space" in told
+    assert "extract: writes" in told
+    assert "never run here" in told
+
+
+def test_a_verifier_that_is_not_here_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match="eagle3 estimate --verifier"):
+        estimate(read_params(ROOT / "presets/qwen3-8b.yaml"), None)
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    with pytest.raises(InvalidInput, match="vocab_size"):
+        estimate(read_params(ROOT / "presets/qwen3-8b.yaml"), tmp_path)
