@@ -64,7 +64,7 @@ def check_checkpoint(
     checkpoint = read_checkpoint_tensors(folder, SERVERS[engine].name)
     verdict.problems += checkpoint.problems
     tensors = _without_prefix(checkpoint, verdict, engine)
-    config = judged_config(file, tensors, verifier, verdict)
+    config = judged_config(file, tensors, verifier, verdict, engine)
     if config is None:
         verdict.skip("rules and load", "the config does not say what the draft is")
         return verdict, None
@@ -93,6 +93,8 @@ def check_checkpoint(
 
 def _unknown_to_us(given: Given, verdict: Verdict, compared: bool) -> None:
     """What SGLang does and no rule here says."""
+    if given.tensor_parallel_size:
+        verdict.skip("tensor parallelism", "only vLLM's rules for it are known here")
     if given.config.quantized:
         verdict.skip("quantised layers", "only vLLM's rules for them are known here")
     if "embed_tokens.weight" in given.tensors and shares_embedding(given.config) and not compared:

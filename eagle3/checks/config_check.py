@@ -89,7 +89,7 @@ def check_config(path: Path, verifier: VerifierConfig | None, engine: str = "vll
     """The rules that need no tensors, over a config.json or the folder that holds one; `engine`: a key of SERVERS."""
     file = path / "config.json" if path.is_dir() else path
     verdict = Verdict()
-    config = judged_config(read_json_object(file), {}, verifier, verdict)
+    config = judged_config(read_json_object(file), {}, verifier, verdict, engine)
     verdict.skip("tensors", "only the config was asked for")
     if config:
         apply_config_rules(as_given(config, {}, verifier, engine), engine, verdict)
@@ -97,18 +97,22 @@ def check_config(path: Path, verifier: VerifierConfig | None, engine: str = "vll
 
 
 def judged_config(
-    file: JsonFile, tensors: Mapping[str, TensorHeader], verifier: VerifierConfig | None, verdict: Verdict
+    file: JsonFile,
+    tensors: Mapping[str, TensorHeader],
+    verifier: VerifierConfig | None,
+    verdict: Verdict,
+    engine: str = "vllm",
 ) -> DraftConfig | None:
     """The config's record, or None where its problems leave nothing to go on with."""
     verdict.problems += [_repeated(key.where, key.values) for key in file.repeated[:MANY]]
-    recognised, problems = recognise(file.value, tensors)
+    recognised, problems = recognise(file.value, tensors, SERVERS[engine].name)
     verdict.problems += problems
     verdict.checked.append("format")
     if verifier is None:
         verdict.skip("agreement with the verifier", "no --verifier was given")
     if recognised is None:
         return None
-    problems, raw = type_problems(recognised.raw, recognised.nested)
+    problems, raw = type_problems(recognised.raw, recognised.nested, SERVERS[engine].name)
     verdict.problems += problems
     verdict.checked.append("types")
     if raw is None:

@@ -189,7 +189,9 @@ class ConfigValidator(Validator):
     }
 
 
-def type_problems(raw: dict[str, Any], nested: bool) -> tuple[list[Problem], dict[str, Any] | None]:
+def type_problems(
+    raw: dict[str, Any], nested: bool, server: str = "vLLM 0.32.0"
+) -> tuple[list[Problem], dict[str, Any] | None]:
     """Every field of the wrong type or range, and the config with each value read as what it must mean.
 
     An optional field without meaning is left out; a required one ("abc" as a size) makes the config None, so that
@@ -208,7 +210,7 @@ def type_problems(raw: dict[str, Any], nested: bool) -> tuple[list[Problem], dic
         value = value if known else None
         where = place(key, nested)
         change = Change("remove", where) if value is None else Change("write", where, value)
-        problem = _type_problem(where, raw[key], _messages(validator.errors[key]))
+        problem = _type_problem(where, raw[key], _messages(validator.errors[key]), server)
         problems.append(repairable(replace(problem, fix=""), change) if known else problem)
         if not known and not schema[key].get("nullable"):
             coerced = None
@@ -299,12 +301,12 @@ def _messages(errors: list[Any]) -> str:
     return "; ".join(parts)
 
 
-def _type_problem(where: str, found: Any, message: str) -> Problem:
+def _type_problem(where: str, found: Any, message: str, server: str) -> Problem:
     return Problem(
         "config-type",
         where,
         spelled(found),
         message,
         "write a valid value",
-        "transformers 5.19.0 and vLLM 0.32.0 refuse the config, or compute with something else",
+        f"transformers 5.19.0 and {server} refuse the config, or compute with something else",
     )

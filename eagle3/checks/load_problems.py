@@ -186,7 +186,8 @@ def _twice(load: SimulatedLoad, server: Server) -> Iterator[Problem]:
 
 def _unset_problems(load: SimulatedLoad, server: Server) -> Iterator[Problem]:
     """One problem a missing tensor; one for all layers that have no tensor. A refused tensor was reported as such."""
-    refused = {canonical(fate.tensor.name) for fate in load.tensors if fate.fate == REFUSED}
+    # A tensor that is there and was not taken has a problem of its own.
+    refused = {canonical(fate.tensor.name) for fate in load.tensors if fate.fate in (REFUSED, DROPPED_SILENTLY)}
     missing = [(state, part) for state in unfilled(load) for part in state.missing if part.name not in refused]
     present = {_layer(canonical(fate.tensor.name)) for fate in load.tensors}
     empty = sorted({_layer(part.name) for _, part in missing} - present - {-1})

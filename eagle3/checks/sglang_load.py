@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from eagle3.checks.draft_config import DraftConfig
-from eagle3.checks.expected_tensors import CUTS_COLUMNS, CUTS_ROWS, EXACT, UNINITIALISED, VOCABULARY, Parameter, Part
+from eagle3.checks.expected_tensors import CUTS_COLUMNS, CUTS_ROWS, EXACT, VOCABULARY, Parameter, Part
 from eagle3.checks.sglang_tensors import (
     HOT_TOKEN_ID,
     PADS_COLUMNS,
@@ -63,6 +63,7 @@ def simulate_sglang_load(
     }
     whole |= {name: each for name, each in _mla_whole(parameters).items() if config.variant == "mla"}
     fates = tuple(_fate(tensor, config, parts, whole) for tensor in tensors.values())
+    fates = tuple(map(_kept_back, fates)) if _one_latent_half(fates) else fates
     filled: set[str] = set()
     for fate in fates:
         if fate.fate in (LOADED, FUSED, CUT):
@@ -86,6 +87,19 @@ def _mla_whole(parameters: tuple[Parameter, ...]) -> dict[str, Parameter]:
         for parameter in parameters
         if parameter.name.endswith("gate_up_proj.weight")
     }
+
+
+LATENT = "fused_qkv_a_proj_with_mqa"
+
+
+def _one_latent_half(fates: tuple[TensorFate, ...]) -> bool:
+    """kimi_k25_eagle3.py keeps q_a and kv_a back until it has both."""
+    return sum(LATENT in fate.parameter for fate in fates) == 1
+
+
+def _kept_back(fate: TensorFate) -> TensorFate:
+    why = "kept back until the other half of the fused projection comes"
+    return TensorFate(fate.tensor, DROPPED_SILENTLY, why=why) if LATENT in fate.parameter else fate
 
 
 def _is_map(name: str, variant: str) -> bool:
@@ -170,7 +184,5 @@ def _state(parameter: Parameter, filled: set[str]) -> ParameterState:
     if not missing:
         return ParameterState(parameter, FILLED)
     if len(missing) < len(parameter.parts):
-        # q_a and kv_a are kept back until both are there, then written at once.
-        alone = "fused_qkv_a_proj_with_mqa" in parameter.name
-        return ParameterState(parameter, UNINITIALISED if alone else PARTLY, missing)
+        return ParameterState(parameter, PARTLY, missing)
     return ParameterState(parameter, parameter.absent, missing)

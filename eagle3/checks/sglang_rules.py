@@ -29,6 +29,8 @@ from eagle3.checks.size_rules import (
     target_width_is_the_verifiers,
 )
 from eagle3.checks.tensor_rules import ATTN
+from eagle3.checks.verifier_rules import special_tokens_exist
+from eagle3.formats.json_files import printable
 from eagle3.problems import Fix, Problem
 
 SGLANG = SERVERS["sglang"].name
@@ -292,6 +294,23 @@ def attention_has_no_window(given: Given) -> Iterator[Problem]:
         yield given.problem("window", key, raw[key], "full_attention", fix, consequence)
 
 
+def verifier_is_one_that_sglang_captures(given: Given) -> Iterator[Problem]:
+    """The verifier's class hands out aux hidden states.
+
+    Source: model_executor/model_runner_components/attention_backend_setup.py; eagle3/verifiers/sglang_verifiers.py.
+    """
+    names = given.verifier.architectures if given.verifier else ()
+    if not names:
+        return
+    from eagle3.verifiers.sglang_verifiers import WITH_EAGLE3
+
+    if names[0] not in WITH_EAGLE3:
+        consequence = f"{SGLANG} does not start: ValueError, does not implement set_eagle3_layers_to_capture"
+        fix = "look whether a later SGLang has the method in its model file, or serve without a draft"
+        where, found = "verifier: architectures", printable(names[0])
+        yield Problem("verifier-type", where, found, "a class with set_eagle3_layers_to_capture", fix, consequence)
+
+
 SGLANG_NESTED_RULES: tuple[Rule, ...] = (format_is_flat, residual_is_not_normed)
 SGLANG_CONFIG_RULES: tuple[Rule, ...] = (
     class_is_sglangs,
@@ -316,4 +335,6 @@ SGLANG_CONFIG_RULES: tuple[Rule, ...] = (
     positions_reach_the_verifiers,
     attention_has_no_window,
     *SGLANG_AUX_ID_RULES,
+    verifier_is_one_that_sglang_captures,
+    special_tokens_exist,
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from eagle3.checks.config_rules import VLLM, Given, Rule
+from eagle3.checks.servers import SERVERS
 from eagle3.formats.json_files import spelled
 from eagle3.problems import Fix, Problem, repairable
 
@@ -142,9 +143,13 @@ def rope_is_complete(given: Given) -> Iterator[Problem]:
         fix = "keep it only if the draft was trained with 3-D positions; for text remove it"
         yield given.warning("rope", key, "M-RoPE", "rope of a text model", fix, consequence)
     elif kind == "su":
-        consequence = "vLLM 0.32.0 takes it as longrope; other readers do not know it"
+        taken = given.server is SERVERS["vllm"]
+        consequence = f"{VLLM} takes it as longrope; other readers do not know it"
+        if not taken:
+            consequence = f"{given.server.name} refuses: ValueError, Unknown RoPE scaling type su"
         where = f"{key}.{'rope_type' if 'rope_type' in rope else 'type'}"
-        yield given.warning("rope", where, "su", '"longrope"', given.write(where, "longrope"), consequence)
+        report = given.warning if taken else given.problem
+        yield report("rope", where, "su", '"longrope"', given.write(where, "longrope"), consequence)
     elif not isinstance(kind, str) or kind not in ROPE_TYPES:
         expected = ", ".join(ROPE_TYPES)
         yield given.problem(

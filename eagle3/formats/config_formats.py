@@ -36,6 +36,7 @@ OTHER_DRAFTERS = {
     "eagle": "EAGLE-1/2",
     "mtp": "MTP",
 }
+VLLM = "vLLM 0.32.0"
 MANY = 40
 NESTED_MARKS = ("speculators_config", "speculators_model_type", "transformer_layer_config")
 # Read from a nested config by speculators or vLLM, beside what flatten keeps.
@@ -69,14 +70,20 @@ def canonical(name: str) -> str:
 
 
 def recognise(
-    config: dict[str, Any], tensors: Mapping[str, TensorHeader]
+    config: dict[str, Any], tensors: Mapping[str, TensorHeader], server: str = VLLM
 ) -> tuple[RecognisedConfig | None, list[Problem]]:
-    """The format, or None with the problem that names what the checkpoint is instead."""
+    """The format, or None with the problem that names what the checkpoint is instead.
+
+    What is wrong within the nested format is said for vLLM, the one server that reads it.
+    """
     nested = any(mark in config for mark in NESTED_MARKS)
     other = other_drafter(config, tensors)
     if other:
-        return None, [_other(*other)]
-    return _nested(config) if nested else _flat(config, tensors)
+        return None, [_other(*other, server)]
+    if not nested:
+        return _flat(config, tensors)
+    recognised, problems = _nested(config)
+    return recognised, problems if server == VLLM or recognised is None else []
 
 
 def other_drafter(config: dict[str, Any], tensors: Mapping[str, TensorHeader]) -> tuple[str, str, str] | None:
@@ -140,7 +147,7 @@ def _kind_of_tensors(tensors: Mapping[str, TensorHeader]) -> tuple[str, str, str
     return None
 
 
-def _other(kind: str, where: str, found: str) -> Problem:
+def _other(kind: str, where: str, found: str, server: str) -> Problem:
     servers = {
         "EAGLE-1/2": "vLLM: method eagle; SGLang: --speculative-algorithm EAGLE",
         "P-EAGLE": "vLLM: serve the speculators format, it sets parallel_drafting itself",
@@ -155,7 +162,7 @@ def _other(kind: str, where: str, found: str) -> Problem:
         found,
         "an EAGLE-3 draft",
         servers.get(kind, "serve it with the method of its own"),
-        f"this is {kind}; under method eagle3 vLLM 0.32.0 refuses it or builds the wrong layers",
+        f"this is {kind}; under method eagle3 {server} refuses it or builds the wrong layers",
     )
 
 
@@ -249,7 +256,7 @@ def _layer_problems(layer: Any) -> Iterator[Problem]:
         yield _nested_problem(f"{where}.model_type", layer["model_type"], '"llama" or "qwen3"', consequence)
 
 
-def unknown_keys(unknown: Iterable[str], known: Iterable[str], server: str = "vLLM 0.32.0") -> Iterator[Problem]:
+def unknown_keys(unknown: Iterable[str], known: Iterable[str], server: str = VLLM) -> Iterator[Problem]:
     """A warning for each key that no server reads, with the known key that it resembles; one for all beyond a few."""
     keys = sorted(unknown)
     if not keys:
