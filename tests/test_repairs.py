@@ -50,7 +50,8 @@ REPAIRED = [
     "sglang_class_of_the_verifier", "sglang_draft_vocabulary_absent", "sglang_gate_smaller_than_the_config",
     "sglang_ids_at_the_top_level_alone", "sglang_ids_in_vllms_numbering", "sglang_ids_of_a_deepseek_verifier",
     "sglang_input_norm_without_its_flag", "sglang_layer_prefix_misspelled", "sglang_null_beside_a_head",
-    "sglang_positions_too_few", "sglang_rope_of_the_name_su", "sglang_tied_embeddings", "target_width_null", "text_for_a_float",
+    "sglang_positions_too_few", "sglang_rope_of_the_name_su", "sglang_tied_embeddings", "target_width_null",
+    "text_for_a_float",
     "text_for_a_size", "text_for_the_classes", "unknown_model_type", "verifier_head_left_in",
     "vocabulary_of_the_tokenizer",
 ]  # fmt: skip
