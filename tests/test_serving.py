@@ -135,6 +135,22 @@ def test_an_answer_may_end_with_the_window(client):
 
 
 @pytest.mark.engine
+def test_a_server_killed_in_the_middle_of_an_answer_is_reported_as_dead(client, monkeypatch):
+    """The last but one, for the others share the server."""
+    stream = client._stream
+
+    def killing(*asked):
+        for event in stream(*asked):
+            yield event
+            os.killpg(client.server.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(client, "_stream", killing)
+    with pytest.raises(InvalidInput) as caught:
+        client.ask(Prompt("half", [1, 60, 61], 200))
+    assert (caught.value.problems[0].code, caught.value.problems[0].where) == ("server-died", "prompt half")
+
+
+@pytest.mark.engine
 def test_a_server_killed_between_two_prompts_is_reported_as_dead(client):
     """The last test of this module: the others share the server."""
     os.killpg(client.server.process.pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import eagle3.serve.vllm_server as vllm_server_module
 from eagle3.machine import DEFAULT, Machine
 from eagle3.problems import InvalidInput
 from eagle3.serve.vllm_command import ServerSettings
@@ -81,6 +82,38 @@ def test_a_port_in_use_is_said_before_anything_starts(tmp_path):
     assert caught.value.problems[0].code == "port-in-use"
     assert caught.value.problems[0].where == "machine.yaml: port"
     assert not (tmp_path / "log").exists()
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.engine
+def test_a_given_port_that_is_taken_after_the_look_is_said(tmp_path, monkeypatch, taken_port):
+    """vLLM itself meets the taken port; what is replaced is our look before."""
+    monkeypatch.setattr(vllm_server_module, "_is_free", lambda port: True)
+    settings = ServerSettings(
+        tiny_verifier(tmp_path / "verifier"), 128, Machine(**{**vars(DEFAULT), "port": taken_port})
+    )
+    with pytest.raises(InvalidInput, match=f"port {taken_port}") as caught, vllm_server(settings, tmp_path / "log"):
+        pass
+    assert caught.value.problems[0].code == "port-in-use"
+    assert "address already in use" in (tmp_path / "log").read_text().lower()
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_a_chosen_port_that_is_taken_before_the_server_binds_it_is_replaced(tmp_path, monkeypatch, taken_port, capsys):
+    ports = [vllm_server_module._free_port(), taken_port]
+    monkeypatch.setattr(vllm_server_module, "_free_port", ports.pop)
+    with vllm_server(ServerSettings(tiny_verifier(tmp_path / "verifier"), 128, DEFAULT), tmp_path / "log") as server:
+        assert server.port != taken_port
+        assert server.get("/health")[0] == 200
+    assert f"port {taken_port} was taken meanwhile, trying another" in capsys.readouterr().err
 
 
 @pytest.mark.engine
