@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from eagle3.checks.expected_tensors import SHARED, UNINITIALISED, UNUSED, ZERO, Parameter, Part
+from eagle3.checks.mapped_pages import ForgottenPages
 from eagle3.checks.simulated_load import CUT, FILLED, FUSED, LOADED, PARTLY, SimulatedLoad
 from eagle3.problems import Problem
 
@@ -109,7 +110,8 @@ class Engine:
             for parameter in model.parameters():
                 _bits(parameter).fill_(_pattern(parameter))
             loader = DefaultModelLoader(config.load_config)
-            model.load_weights(loader.get_all_weights(draft_config, model))
+            with ForgottenPages() as pages:
+                model.load_weights(pages.watch(loader.get_all_weights(draft_config, model)))
         return name, model, config
 
     def _engine_config(self, draft: Path) -> Any:
