@@ -117,3 +117,47 @@ def test_a_tensor_parallel_size_that_the_heads_forbid_is_an_error_with_the_legal
         with pytest.raises(SystemExit) as caught:
             main([*check, wrong])
         assert caught.value.code == 2
+
+
+def one_object(text: str) -> dict:
+    """`--json` prints exactly one object and nothing else."""
+    assert text.count("\n") == 1
+    found = json.loads(text)
+    assert list(found) == ["verdict", "problems", "checked", "not_checked"]
+    assert all(set(each) == {"what", "why"} for each in found["not_checked"])
+    assert all(isinstance(each, str) for each in found["checked"])
+    for each in found["problems"]:
+        assert list(each) == ["code", "where", "found", "expected", "fix", "consequence", "severity"]
+        assert all(isinstance(value, str) for value in each.values())
+    return found
+
+
+def test_the_object_and_the_exit_status_agree(draft, tmp_path, capsys):
+    """0 for ok and for warnings, 1 for errors, also where a file cannot be read at all."""
+    verifier = tmp_path / "verifier.json"
+    verifier.write_text(json.dumps(VERIFIER))
+    config = json.loads((draft / "config.json").read_text())
+    for changes, verdict, status in (
+        ({}, "ok", 0),
+        ({"tie_word_embeddings": True}, "warning", 0),
+        ({"draft_vocab_size": 41}, "error", 1),
+    ):
+        (draft / "config.json").write_text(json.dumps(config | changes))
+        arguments = ["check", "--no-values", "--json", str(draft), "--verifier", str(verifier)]
+        assert main(arguments) == status
+        found = one_object(capsys.readouterr().out)
+        assert found["verdict"] == verdict
+        assert found["not_checked"] == [{"what": "values", "why": "--no-values"}]
+    (draft / "config.json").write_text("[]")
+    assert main(["check", "--json", str(draft)]) == 1
+    assert one_object(capsys.readouterr().out)["verdict"] == "error"
+
+
+def test_what_was_not_checked_is_said_for_each_reason(draft, capsys, monkeypatch):
+    assert main(["check", "--no-values", "--json", str(draft)]) == 0
+    reasons = {each["what"]: each["why"] for each in one_object(capsys.readouterr().out)["not_checked"]}
+    assert reasons == {"agreement with the verifier": "no --verifier was given", "values": "--no-values"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["check", "--json", str(draft)]) == 0
+    reasons = {each["what"]: each["why"] for each in one_object(capsys.readouterr().out)["not_checked"]}
+    assert reasons["values"].startswith("numpy is not installed")
