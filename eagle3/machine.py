@@ -22,7 +22,7 @@ class Machine:
     cpu_threads: int | None = integer(1, nullable=True)
     kv_cache_gib: int | None = integer(1, nullable=True)
     port: int | None = integer(1, 65535, nullable=True)
-    # processes of a training run, each on a GPU and on rows of its own; null = every visible GPU, one on a CPU
+    # processes of training, each on a GPU of its own, null = one; a step takes a row from each: part of the result
     train_processes: int | None = integer(1, nullable=True)
     # minutes between two states of a training run, 0 = after every step; null = at most 2% of the time goes into them
     save_state_minutes: float | None = number(0.0, 1e6, nullable=True)

@@ -25,8 +25,9 @@ def machine(processes: int | None) -> Machine:
     return Machine(**{**vars(DEFAULT), "train_processes": processes})
 
 
-def test_one_process_a_gpu_and_one_on_a_cpu_unless_the_machine_says_otherwise():
-    assert [processes_of(machine(None), gpus) for gpus in (0, 1, 8)] == [1, 1, 8]
+def test_one_process_unless_the_machine_says_otherwise(capsys):
+    assert [processes_of(machine(None), gpus) for gpus in (0, 1, 8)] == [1, 1, 1]
+    assert capsys.readouterr().out == "train: on one of 8 visible GPUs; train_processes in machine.yaml takes more\n"
     assert processes_of(machine(2), 0) == 2
     assert processes_of(machine(4), 8) == 4
     with pytest.raises(InvalidInput, match="8, and 4 GPUs are visible"):

@@ -15,9 +15,13 @@ GRACE_SECONDS = 20
 
 
 def processes_of(machine: Machine, visible_gpus: int) -> int:
-    """One per visible GPU unless the machine says otherwise; on a CPU one, since a second only shares its cores."""
+    """As many as the machine says, else one: a step is over all of them, so their number is part of the result."""
     if machine.train_processes is None:
-        return max(visible_gpus, 1)
+        if visible_gpus > 1:
+            print(
+                f"train: on one of {visible_gpus} visible GPUs; train_processes in machine.yaml takes more", flush=True
+            )
+        return 1
     if 0 < visible_gpus < machine.train_processes:
         raise invalid(
             "machine",
