@@ -41,7 +41,7 @@ JOB, RUN, WARM_START = "job.json", "run.json", "warm_start.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What all processes of a run are told. save_every as in `eagle3.drafts.training.train`."""
+    """What all processes of a run are told. cpu_threads: of all together; save_every as in `training.train`."""
 
     train: TrainParams
     draft: DraftParams
@@ -139,7 +139,7 @@ def architecture_of(job: Job, verifier: Verifier) -> DraftArchitecture:
 def run_job(folder: Path) -> dict[str, Any]:
     """Train in this process what `folder` asks for, going on from what is there; the run's record."""
     job = read_job(folder)
-    use_threads(job.cpu_threads)
+    use_threads(job.cpu_threads and max(1, job.cpu_threads // num_processes()))
     with process_group():
         Run(folder, job).train()
     return read_json_object(folder / RUN).value
