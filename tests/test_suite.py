@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from eagle3.serve.serving import Answer
-from eagle3.serve.suite import Load, Reply, Suite, differences, faults, suite_lines, suite_report
+from eagle3.serve.suite import Load, Reply, Suite, differences, faults, suite_lines, suite_report, temperature_warnings
 
 CHAT = Reply([1, 2], [5, 6, 7], "one two three", "stop", ())
 CALL = Reply([1, 3], [8, 9], "", "tool_calls", (("weather", '{"city": "Rome"}'),))
@@ -50,6 +50,13 @@ def test_answers_that_part_are_judged_and_a_call_as_one_that_a_grammar_constrain
     chat, call = differences(GOOD, other)
     assert (chat.sample_id, chat.context, chat.tokens, chat.constrained) == ("suite:chat", [1, 2, 5], (9, 6), False)
     assert (call.sample_id, call.context, call.tokens, call.constrained) == ("suite:tool_call", [1, 3, 8], (4, 9), True)
+
+
+def test_a_server_that_accepts_hardly_anything_at_a_temperature_is_called_out():
+    greedy, sampled = ({"concurrency": 1, "temperature": float(t), "acceptance_length": 1.8} for t in (0, 1))
+    assert temperature_warnings([greedy, sampled]) == []
+    [warning] = temperature_warnings([greedy, {**sampled, "acceptance_length": 1.01}])
+    assert warning.startswith("at temperature 1, 1 at once, the acceptance length is 1.010 against 1.800 greedily")
 
 
 def test_loads_are_measured_and_compared_with_one_at_a_time():
