@@ -139,7 +139,7 @@ def _guarded(name: str) -> Iterator[Stage]:
 
 
 def _require_room_for_the_record(name: str) -> None:
-    """On a full disk DVC 3.67 cuts dvc.lock and its own lock files to nothing, and every later command fails."""
+    """On a full disk DVC 3.67 cuts its own lock files to nothing, and every later command fails."""
     free = shutil.disk_usage(".").free
     if free < ROOM_FOR_THE_RECORD:
         raise invalid(
