@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.problems import InvalidInput
-from eagle3.yaml12 import read_yaml
+from eagle3.yaml12 import parse_yaml, read_yaml
 
 Json = dict[str, Any]
 
@@ -116,6 +116,35 @@ def restorable(stage: Json) -> Json | None:
         return record if records and all(is_cached(out) for out in record["outs"]) else None
     except (InvalidInput, KeyError, TypeError):
         return None
+
+
+def was_seen(stage: Json, unrecorded: frozenset[str]) -> bool:
+    """Whether a run is on record with these data and these parameters, those in `unrecorded` and the code aside."""
+    wanted = _told(stage, unrecorded)
+    head = f"cmd: {stage['cmd']}\n"
+    for path in (cache_folder() / "runs").glob("*/*/*"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            if text.startswith(head) and _told(parse_yaml(text, str(path)), unrecorded) == wanted:
+                return True
+        except (InvalidInput, KeyError, TypeError, AttributeError):
+            continue  # DVC passes a broken record over, too
+    return False
+
+
+def _told(stage: Json, unrecorded: frozenset[str]) -> tuple[Json, Json]:
+    data = {dep["path"]: dep["md5"] for dep in stage["deps"] if not dep["path"].endswith(".py")}
+    values = dict(leaves(stage.get("params", {}).get("params.yaml", {})))
+    return data, {key: value for key, value in values.items() if key not in unrecorded}
+
+
+def leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of every leaf of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _files(folder: Path) -> Iterator[Path]:

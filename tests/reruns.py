@@ -28,6 +28,7 @@ SECTIONS: dict[str, list[str]] = {
     "flatten.select": ["flatten", "serve-test"],
     "flatten.drop_embed_tokens": ["flatten", "simulate-weight-load", "serve-test"],
     "simulate_weight_load": ["simulate-weight-load", "serve-test"],
+    "simulate_weight_load.max_logit_steps": ["simulate-weight-load"],
     "serve_test": ["serve-test"],
 }
 # Another valid value, where a rule of its field does not give one.
@@ -41,10 +42,14 @@ VALUES: dict[str, Any] = {
     "sample.sources": [{"file": "tiny.jsonl"}, {"package": "chatterbot-corpus", "version": "1.3.3"}],
     "serve_test.questions": ["some.jsonl"],
     "serve_test.sweep": [1, 2],
+    "train.warm_start": "drafts/other",
+    "train.warm_start_sha256": "c" * 64,
     "verifier.revision": "1" * 40,
     "verifier.sha256": "b" * 64,
-    "verifier.source": "org/other",
+    "verifier.source": "models/org/other",
 }
+# The other value needs the real engine: tests/test_rerun_table.py.
+WITH_ENGINE = {"simulate_weight_load.engine_level"}
 # Only one value is allowed so far.
 FIXED = {"draft.hidden_act"}
 
@@ -73,7 +78,7 @@ def _another(leaf: str, raw: dict[str, Any]) -> Any:
     if "allowed" in rule:
         return next(word for word in rule["allowed"] if word != value)
     if rule.get("type") == "number":
-        return 0.5 if value is None else value / 2 if value / 2 >= rule["min"] else value + 0.25
+        return 0.5 if value is None else value / 2 if value and value / 2 >= rule["min"] else value + 0.25
     return 64 if value is None else value + 1
 
 

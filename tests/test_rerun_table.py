@@ -6,11 +6,10 @@ import pytest
 
 from eagle3.yaml12 import read_yaml
 from tests.repository import make_repository, repro, run, set_params
+from tests.reruns import ALL_STAGES as ALL
+from tests.reruns import DATA, FROM_TRAIN, WEIGHTS
 
-ALL = ["sample", "extract", "vocab-map", "train", "flatten", "validate-config", "simulate-weight-load", "serve-test"]
-FROM_TRAIN = ALL[3:]
-
-# what changes, its new value, the stages that run; the README prints this table.
+# One row for every set of stages of tests/reruns.py: what changes, its new value, the stages that run.
 TABLE: list[tuple[str, object, list[str]]] = [
     ("draft.head_dim", 64, FROM_TRAIN),
     ("extract.aux_layer_ids", [1, 2, 4], ["extract", *FROM_TRAIN]),
@@ -19,6 +18,9 @@ TABLE: list[tuple[str, object, list[str]]] = [
     ("flatten.select", 0, ["flatten", "serve-test"]),
     ("flatten.drop_embed_tokens", True, ["flatten", "simulate-weight-load", "serve-test"]),
     ("serve_test.num_prompts", 2, ["serve-test"]),
+    ("sample.max_train", 20, DATA),
+    ("extract.samples_per_shard", 6, ["extract", *WEIGHTS]),
+    ("simulate_weight_load.engine_level", "off", ["simulate-weight-load", "serve-test"]),
 ]
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1500)]

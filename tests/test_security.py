@@ -97,7 +97,7 @@ def test_code_beside_a_draft_is_not_run_and_not_copied(tmp_path, monkeypatch):
     draft = write_nested(tmp_path / "draft")
     for name in ("config.py", "modeling.py", "__init__.py", "sitecustomize.py", "json.py"):
         (draft / name).write_text("import pathlib; pathlib.Path('pwned').touch()\n")
-    for words in (["check", "draft"], ["inspect", "draft"], ["flatten", "draft", "flat"]):
+    for words in (["check", "--no-values", "draft"], ["inspect", "draft"], ["flatten", "draft", "flat"]):
         subprocess.run([sys.executable, "-m", "eagle3", *words], cwd=tmp_path, env=_with(ROOT), check=True)
     assert not list(tmp_path.rglob("pwned"))
     assert not list((tmp_path / "flat").glob("*.py"))
@@ -111,7 +111,8 @@ def test_the_light_commands_open_no_connection(tmp_path, monkeypatch):
     """A socket in any of them is an error of the interpreter's own audit hook, whoever opens it."""
     draft = write_nested(tmp_path / "draft")
     hook = "import sys; sys.addaudithook(lambda name, _: name.startswith('socket.') and sys.exit('a socket: ' + name))"
-    for words in (["check", str(draft)], ["inspect", str(draft)], ["flatten", str(draft), str(tmp_path / "flat")]):
+    check, flatten = ["check", "--no-values", str(draft)], ["flatten", str(draft), str(tmp_path / "flat")]
+    for words in (check, ["inspect", str(draft)], flatten):
         code = f"{hook}; from eagle3.__main__ import main; sys.exit(main({words!r}))"
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=_with(ROOT))
 

@@ -29,7 +29,7 @@ def override(raw: Json, settings: list[str]) -> Json:
             section[last] = parse_yaml(text, f"-S {printable(setting)}")
     if problems:
         raise InvalidInput(*problems)
-    parse_params(changed, "params.yaml with -S")
+    parse_params(changed, "params.yaml with -S" if settings else "params.yaml")
     return changed
 
 

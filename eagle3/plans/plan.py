@@ -1,14 +1,15 @@
 """`eagle3 plan`: what `dvc repro` would run, restore or skip, and why, before anything runs.
 
 An output that a stage has yet to make is unknown. It is *certain to change* where its manifest will hold something new:
-a parameter, or the manifest of an input that is certain to change. What depends on an unknown output that may come out
-the same (configs, reports, anything after an edit of code alone) *may run*: DVC compares it when it is there.
+parameters and inputs with which no run is on record, or the manifest of an input that is certain to change. What
+depends on an unknown output that may come out the same (configs, reports, anything after an edit of code alone) *may
+run*: DVC compares it when it is there.
 """
 
 from __future__ import annotations
 
 import graphlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from eagle3.dvc_records import (
     folder_md5,
     is_cached,
     is_checked_out,
+    leaves,
     listing,
     read_dvcignore,
     restorable,
+    was_seen,
 )
 from eagle3.formats.json_files import spelled
 from eagle3.yaml12 import read_yaml
@@ -101,26 +104,26 @@ def _plan_stage(name: str, graph: _Graph) -> StagePlan:
     files += [dep for dep in before if dep not in contents]
     certain = [dep for dep, found in contents.items() if found.certain]
     unknown = [dep for dep, found in contents.items() if found.md5 is None and not found.certain]
-    why = [f"{dep} changes" for dep in certain] + [f"{dep} changed" for dep in files]
-    why += [f"{key}: {old} -> {new}" for key, (old, new) in changed.items()]
+    why = [f"{key}: {old} -> {new}" for key, (old, new) in changed.items()]
+    why += [f"{dep} changed" for dep in files] + [f"{dep} changes" for dep in certain]
     if not lock:
         why = ["it has never run here"]
     elif lock["cmd"] != stage["cmd"]:
         why.append("its command changed")
     size = sum(out["size"] for out in lock.get("outs", []))
-    assumed = {dep: found.md5 or before.get(dep) for dep, found in contents.items()}
-    record = None if certain or None in assumed.values() else restorable(_as_record(stage, assumed, declared))
+    assumed = _as_record(stage, {dep: found.md5 or before.get(dep) for dep, found in contents.items()}, declared)
+    complete = not certain and all(dep["md5"] for dep in assumed["deps"])
+    record = restorable(assumed) if complete else None
     if not why and not unknown:
         return _nothing_changed(name, lock, size, graph)
-    if not why or (unknown and record):
-        _forget(stage, graph, frozenset(), inputs=False)
-        condition = f"if {' or '.join(unknown)} change{'' if len(unknown) > 1 else 's'}"
-        return StagePlan(name, MAY_RUN, (condition, *why), size)
     if record and not unknown:
         graph.outs |= {out["path"]: Content(out["md5"]) for out in record["outs"]}
         return StagePlan(name, RESTORED, (*why, "the run cache has the result"))
-    fresh = any(_has_manifest(dep, graph) for dep in (*certain, *files))
-    _forget(stage, graph, frozenset(changed), inputs=fresh)
+    if not why or record:
+        _forget(stage, graph, frozenset(), None)
+        condition = f"if {' or '.join(unknown)} change{'' if len(unknown) > 1 else 's'}"
+        return StagePlan(name, MAY_RUN, (condition, *why), size)
+    _forget(stage, graph, frozenset(changed), assumed if complete else {})
     return StagePlan(name, RUNS, tuple(why), size)
 
 
@@ -136,18 +139,19 @@ def _nothing_changed(name: str, lock: Json, size: int, graph: _Graph) -> StagePl
     return StagePlan(name, RUNS, (f"{', '.join(lost)} is neither here nor in the cache (dvc pull {name}?)",), size)
 
 
-def _forget(stage: Json, graph: _Graph, changed: frozenset[str], inputs: bool) -> None:
-    """The outputs of a stage that will or may run are unknown; those that record what is new will surely differ."""
+def _forget(stage: Json, graph: _Graph, changed: frozenset[str], record: Json | None) -> None:
+    """The outputs of a stage that will or may run are unknown; those that record something new will surely differ.
+
+    record: what the stage will run on; None = it may not run, {} = an input is certain to change.
+    """
     for out in out_paths(stage):
         if out in WITHOUT_MANIFEST:
             certain = bool(changed & WITHOUT_MANIFEST[out])
+        elif record is None:
+            certain = False
         else:
-            certain = inputs or bool(changed - NOT_RECORDED.get(out, frozenset()))
+            certain = not record or not was_seen(record, NOT_RECORDED.get(out, frozenset()))
         graph.outs[out] = Content(None, certain)
-
-
-def _has_manifest(dep: str, graph: _Graph) -> bool:
-    return dep in graph.outs and dep not in WITHOUT_MANIFEST
 
 
 def _content(dep: str, graph: _Graph) -> Content:
@@ -182,14 +186,6 @@ def _value(params: Json, key: str) -> Any:
 def _changed_params(declared: Json, lock: Json) -> dict[str, tuple[str, str]]:
     """Dotted leaf -> its old and its new value, as JSON spells them."""
     before = lock.get("params", {}).get("params.yaml", {})
-    old, new = dict(_leaves(before)), dict(_leaves(declared))
+    old, new = dict(leaves(before)), dict(leaves(declared))
     differing = [key for key in {**old, **new} if key not in old or key not in new or old[key] != new[key]]
     return {key: tuple(spelled(side[key], 60) if key in side else "absent" for side in (old, new)) for key in differing}  # type: ignore[misc]
-
-
-def _leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

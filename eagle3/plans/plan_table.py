@@ -18,7 +18,7 @@ LOADS = {
     "simulate-weight-load": "the draft, on the CPU",
     "serve-test": "the verifier and the draft",
 }
-MAX_REASONS = 3
+MAX_REASONS = 4
 Json = dict[str, Any]
 
 
