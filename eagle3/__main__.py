@@ -108,6 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     doctoring.set_defaults(run=doctor)
     comparing = commands.add_parser("compare", help="all experiments in one table: what differs, and what came of it")
     comparing.set_defaults(run=compare)
+    shown = commands.add_parser("show-sample", help="one sample of data/samples, its supervised tokens coloured")
+    shown.add_argument("wanted", metavar="N", help="its number, from 0 in order of id, or its sample_id")
+    shown.add_argument("--colour", choices=("auto", "always", "never"), default="auto", help="auto: on a terminal")
+    shown.set_defaults(run=show_sample)
     closing = commands.add_parser("summary", help="the closing table of the pipeline in this folder")
     closing.set_defaults(run=summary)
     return parser
@@ -267,6 +271,23 @@ def compare(given: argparse.Namespace) -> int:
     if not Path("dvc.yaml").is_file():
         return _wrong_call("no dvc.yaml here: run it in the root of the repository")
     print(compared())
+    return OK
+
+
+def show_sample(given: argparse.Namespace) -> int:
+    from functools import partial
+
+    from eagle3.params import read_params
+    from eagle3.sampling.sample_view import show_sample
+    from eagle3.verifiers.chat_tokenizer import load_tokenizer
+    from eagle3.verifiers.verifier import resolve_verifier
+
+    verifier = read_params().verifier
+    tokenizer = load_tokenizer(resolve_verifier(verifier), verifier.trust_remote_code)
+    colour = given.colour == "always" or (
+        given.colour == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    )
+    print(show_sample(Path("data/samples"), given.wanted, partial(tokenizer.decode, skip_special_tokens=False), colour))
     return OK
 
 

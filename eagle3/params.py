@@ -26,16 +26,29 @@ PARAMS_FILE = Path("params.yaml")
 
 VERSION = r"^\d+(\.\d+)+([.+-]?[A-Za-z0-9.]+)?$"
 JSONL = r"^[^/\\.][^/\\]*\.jsonl$"
-SOURCE_FORMS = (
-    {"package": r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "version": VERSION},
-    {"file": JSONL},
+COMMIT = r"^[0-9a-f]{40}$"
+# The kinds of sources: what each must say, and what it may say beside that and weight.
+SOURCE_FORMS: tuple[tuple[dict[str, str], set[str]], ...] = (
+    ({"package": r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "version": VERSION}, set()),
+    ({"file": r"^[^/\\.][^/\\]*\.(jsonl|parquet)$"}, {"ignore"}),
+    ({"folder": r"^[^/\\.][^/\\]*$"}, {"ignore"}),
+    ({"dataset": r"^[\w.-]+/[\w.-]+$", "revision": COMMIT, "split": r"^[\w.-]+$"}, {"ignore", "config"}),
 )
 
 
-def _has_form(value: dict[Any, Any], form: dict[str, str]) -> bool:
-    return set(value) == set(form) and all(
-        isinstance(value[key], str) and re.match(pattern, value[key]) for key, pattern in form.items()
+def _has_form(value: dict[Any, Any], required: dict[str, str], optional: set[str]) -> bool:
+    return (
+        set(required) <= set(value) <= {*required, *optional, "weight"}
+        and all(isinstance(value[key], str) and re.match(pattern, value[key]) for key, pattern in required.items())
+        and _is_weight(value.get("weight", 1))
+        and isinstance(value.get("config", ""), str)
+        and isinstance(ignore := value.get("ignore", []), list)
+        and all(isinstance(name, str) for name in ignore)
     )
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 class StrictValidator(Validator):
@@ -59,8 +72,13 @@ class StrictValidator(Validator):
             self._error(name, "must be best, last or the number of an epoch (from 0)")
 
     def _check_with_source(self, name: str, value: Any) -> None:
-        if not isinstance(value, dict) or not any(_has_form(value, form) for form in SOURCE_FORMS):
-            self._error(name, "must be {package: NAME, version: X.Y.Z} or {file: NAME.jsonl}; see sample.sources")
+        if not isinstance(value, dict) or not any(_has_form(value, *form) for form in SOURCE_FORMS):
+            self._error(
+                name,
+                "must be {package: NAME, version: X.Y.Z}, {file: NAME.jsonl or NAME.parquet}, {folder: NAME} or "
+                "{dataset: OWNER/NAME, revision: 40 hex digits, split: NAME}, with weight (over 0), and ignore (a list "
+                "of fields) and config where they apply; see sample.sources",
+            )
 
 
 def integer(minimum: int, maximum: int | None = None, nullable: bool = False) -> Any:
@@ -92,7 +110,6 @@ def rule(**metadata: Any) -> Any:
 
 
 SHA256 = r"^[0-9a-f]{64}$"
-COMMIT = r"^[0-9a-f]{40}$"
 
 
 @dataclass(frozen=True)
@@ -115,16 +132,20 @@ class EnginesParams:
 class SampleParams:
     """Which conversations are taken, how they are split, and how the verifier answers them."""
 
-    sources: list[dict[str, str]] = rule(type="list", minlength=1, schema={"type": "dict", "check_with": "source"})
+    sources: list[dict[str, Any]] = rule(type="list", minlength=1, schema={"type": "dict", "check_with": "source"})
+    mode: str = choice("regenerate", "keep")
+    max_turns: int = integer(1)
     max_train: int = integer(1)
     max_val: int = integer(1)
     max_eval: int = integer(1)
     min_eval: int = integer(1)
     val_percent: int = integer(1, 49)
     eval_percent: int = integer(1, 49)
+    max_eval_similarity: float = number(0.0, 1.0)
     max_new_tokens: int = integer(2)
     max_model_len: int = integer(8)
     temperature: float = number(0.0, 2.0)
+    top_p: float = number(0.001, 1.0)
 
 
 @dataclass(frozen=True)
@@ -133,6 +154,7 @@ class ExtractParams:
         type="list", minlength=1, schema={"type": "integer", "min": 0}, check_with="ascending"
     )
     samples_per_shard: int = integer(1)
+    parity_samples: int = integer(0, 10_000)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
 from eagle3.states.hidden_states import STORE_DTYPE, plan_shards
+from eagle3.states.witness import WITNESS, check_parity, first_samples
 from eagle3.states.shard_file import check_sizes, clean_scratch, require_space
 from eagle3.verifiers.verifier import require_window, resolve_verifier
 
@@ -47,15 +48,20 @@ def run(stage: Stage) -> None:
         window = max(made.params["sample"]["max_model_len"], 1 + max(len(one.input_ids) for one in samples))
         require_window(verifier, window)
         engine = start_extraction(verifier, read_machine(), window, trust_remote_code, layer_ids)
-        greedy = made.decisions["generation"]["temperature"] == 0
-        done = extract_shards(engine, missing, home, layer_ids, greedy)
+        done = extract_shards(engine, missing, home, layer_ids, made.decisions["greedy_splits"])
         stage.figures["tokens_per_second"] = done.tokens_per_second
         stage.figures["bytes_written"] = sum(shard.num_bytes for shard in missing)
+    if witnessed := first_samples(home, shards, params.parity_samples):
+        errors = check_parity(verifier.path, witnessed, layer_ids, STORE_DTYPE, trust_remote_code)
+        stage.figures["parity_error"] = round(max(errors.values()), 6)
+        said = ", ".join(f"{error:.4f} at layer id {layer_id}" for layer_id, error in errors.items())
+        print(f"extract: relative error of {len(witnessed)} samples against transformers: {said}", flush=True)
     for shard in shards:
         link_or_copy(home / shard.name, folder / shard.name)
 
     decisions = {"aux_layer_ids": params.aux_layer_ids, "hidden_size": hidden_size}
     decisions |= {"num_hidden_layers": num_layers, "dtype": STORE_DTYPE}
+    decisions["parity"] = {"samples": len(witnessed), "witness": WITNESS if witnessed else "off"}
     counts = {"samples": len(samples), "tokens": sum(shard.num_tokens for shard in shards), "shards": len(shards)}
     inputs = {"samples": made.as_dict()}
     write_manifest(folder, Manifest("extract", stage.values, inputs, verifier.identity(), engines, counts, decisions))

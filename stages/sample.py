@@ -1,4 +1,4 @@
-"""data/conversations, packages, verifier -> data/samples; by hand, in the root: python -m stages.sample."""
+"""data/conversations, packages, datasets, verifier -> data/samples; by hand, in the root: python -m stages.sample."""
 
 from __future__ import annotations
 
@@ -9,60 +9,68 @@ from typing import Any
 from eagle3.engines import require_engine
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, write_manifest
-from eagle3.sampling.answers import BATCH, Answering, Generation, answer_split, closed_counts
-from eagle3.sampling.conversation_sources import read_sources
-from eagle3.sampling.conversations import SPLITS, Skipped, write_skipped
+from eagle3.sampling.answers import BATCH, Answering, Generation
+from eagle3.sampling.conversation_sources import Sources
+from eagle3.sampling.conversations import SPLITS, SkippedFile
+from eagle3.sampling.kept import require_nesting
 from eagle3.sampling.prompt_selection import select
-from eagle3.sampling.samples import Sample, write_samples
+from eagle3.sampling.sample_making import SampleMaking
+from eagle3.sampling.samples import write_samples
+from eagle3.sampling.turns import keeps_answers
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.vllm_engine import start_engine
-from eagle3.verifiers.chat_tokenizer import load_tokenizer, prompt_ids, special_token_ids
+from eagle3.verifiers.chat_tokenizer import load_chat, special_token_ids
 from eagle3.verifiers.verifier import require_window, resolve_verifier
 
 # A prefix cache would let the bits of an answer hang on the prompts before it, so on where a killed run resumed.
 ENGINE_OPTIONS: dict[str, Any] = {"max_num_seqs": BATCH, "enable_prefix_caching": False}
+GENERATED = {"train": f"in batches of {BATCH}", "val": f"in batches of {BATCH}", "eval": "one prompt at a time"}
 
 
 def run(stage: Stage) -> None:
     sample, trust_remote_code = stage.params.sample, stage.params.verifier.trust_remote_code
     engines = require_engine("vllm", stage.params.engines.vllm)
     machine = read_machine()
-    rows = read_sources(sample.sources)
+    sources = Sources(sample.sources)
     verifier = resolve_verifier(stage.params.verifier)
     require_window(verifier, sample.max_model_len)
-    tokenizer = load_tokenizer(verifier, trust_remote_code)
-    vocab_size = verifier.text_config["vocab_size"]
-    selection = select(rows, sample, vocab_size, partial(prompt_ids, tokenizer))
+    chat = load_chat(verifier, trust_remote_code)
+    if sample.mode == "keep":
+        require_nesting(chat)
 
     start = partial(start_engine, verifier.path, machine, sample.max_model_len, trust_remote_code, **ENGINE_OPTIONS)
-    how = (stage.params.seed, sample.temperature, sample.max_new_tokens, sample.max_model_len)
+    how = (stage.params.seed, sample.temperature, sample.top_p, sample.max_new_tokens, sample.max_model_len)
     answering = Answering(Generation(verifier.sha256, engines, *how), stage.scratch, start)
-    made: list[Sample | Skipped] = []
-    for split in SPLITS:
-        answered, rate = answer_split(answering, selection, split)
-        made += answered
-        if rate.tokens:
-            stage.figures[f"{split}_tokens_per_second"] = round(rate.per_second, 1)
-
     folder = stage.out("data/samples")
-    samples = write_samples(folder, (one for one in made if isinstance(one, Sample)))
-    skipped = [*selection.skipped, *(one for one in made if isinstance(one, Skipped))]
-    write_skipped(folder / "skipped.jsonl", skipped)
-    counts, by_reason = closed_counts(selection.read, samples, skipped)
+    with SkippedFile(folder / "skipped.jsonl") as skipped:
+        making = SampleMaking(answering, chat, sample, skipped)
+        selection = select(sources, sample, making.unusable, skipped)
+        found = write_samples(
+            folder, (one for split in SPLITS for one in making.samples(selection.prompts[split], split))
+        )
+    counts, by_reason = making.closed_counts(selection)
+    for split, rate in answering.rates.items():
+        stage.figures[f"{split}_tokens_per_second"] = round(rate.per_second, 1)
+
     decisions = {
-        "vocab_size": vocab_size,
-        "special_token_ids": special_token_ids(tokenizer, verifier),
+        "vocab_size": chat.vocab_size,
+        "special_token_ids": special_token_ids(chat.tokenizer, verifier),
         "skipped_by_reason": by_reason,
+        "sources": sources.read,
+        "turns": making.turns.as_dict(),
         "max_new_tokens": sample.max_new_tokens,
+        "greedy_splits": [] if sample.temperature else [one for one in SPLITS if not keeps_answers(sample, one)],
         "generation": {
-            **{"train": f"in batches of {BATCH}", "val": f"in batches of {BATCH}", "eval": "one prompt at a time"},
+            **GENERATED,
+            **({"train": "not generated: the given answers"} if sample.mode == "keep" else {}),
             **{"dtype": "bfloat16", "enforce_eager": True, **ENGINE_OPTIONS},
             "temperature": sample.temperature,
         },
     }
-    identity = verifier.identity()
-    write_manifest(folder, Manifest("sample", stage.values, {}, identity, engines, counts, decisions))
-    listed = ", ".join(f"{name} {count}" for name, count in (counts | by_reason).items())
+    write_manifest(
+        folder, Manifest("sample", stage.values, {}, verifier.identity(), engines, counts | found, decisions)
+    )
+    listed = ", ".join(f"{name} {count}" for name, count in (counts | found | by_reason).items())
     print(f"sample: {listed}", flush=True)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from eagle3.drafts.vocab_map import choose_ids, count_supervised, coverage, map_of, write_vocab_map
+from eagle3.drafts.vocab_map import choose_ids, count_answered, coverage, map_of, write_vocab_map
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
-from eagle3.sampling.samples import read_samples
+from eagle3.sampling.conversations import SPLITS
+from eagle3.sampling.samples import token_columns
 from eagle3.stage_guard import Stage, run_stage
 
 SAMPLES = Path("data/samples")
@@ -20,11 +21,8 @@ def run(stage: Stage) -> None:
     made = read_manifest(SAMPLES, "sample")
     verify_files(SAMPLES, made)
     vocab_size, draft_vocab_size = made.decisions["vocab_size"], stage.params.vocab_map.draft_vocab_size
-    samples = read_samples(SAMPLES)
-    train_V, val_V, eval_V = (
-        count_supervised(((one.input_ids, one.loss_mask) for one in samples if one.split == split), vocab_size)
-        for split in ("train", "val", "eval")
-    )
+    counts_SV = count_answered(token_columns(SAMPLES), len(SPLITS), vocab_size)
+    train_V, val_V, eval_V = (counts_SV[SPLITS.index(split)] for split in ("train", "val", "eval"))
     # tokenizers may name special tokens that the model has no row for; nothing can ever generate them
     special = [token_id for token_id in made.decisions["special_token_ids"] if token_id < vocab_size]
     ids_K = choose_ids(train_V, val_V, special, draft_vocab_size)

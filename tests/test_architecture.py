@@ -20,23 +20,23 @@ STAGE_MODULES = sorted((ROOT / "stages").glob("*.py"))
 # The only modules that may import a heavy library, anywhere in the file; every other module and every stage is light.
 OWNERS = {
     "httpx": {"verifier"},
+    "datasets": {"row_files"},
     "huggingface_hub": {"verifier"},
-    "jinja2": {"chat_tokenizer"},
     "loguru": {"draft_model"},
     "numpy": {"verifier_values", "vocab_map", "weight_values"},
     "openai": {"serving", "suite"},
     "prometheus_client": {"serving"},
-    "pyarrow": {"samples"},
+    "pyarrow": {"row_files", "samples"},
     "safetensors": {"checkpoints", "engine_load", "hidden_states", "parity_probe", "vocab_map", "warm_start"},
     "speculators": {"cpu_draft", "draft_model", "parity", "process_group", "training"},
     "torch": {
         *("checkpoints", "cpu_attention", "cpu_draft", "cpu_head", "cpu_norm", "dequantise", "draft_model"),
         *("draft_walk", "engine_load", "engine_parity", "extraction", "greedy_ties", "hidden_states", "mapped_pages"),
         *("hidden_states_connector", "parity", "parity_probe", "process_group", "shard_file", "training"),
-        *("training_data", "training_state", "vllm_command", "vllm_engine", "warm_start"),
+        *("training_data", "training_state", "vllm_command", "vllm_engine", "warm_start", "witness"),
     },
-    "tqdm": {"answers", "extraction", "question_turns", "serving", "suite", "training_curves"},
-    "transformers": {"chat_tokenizer", "cpu_norm", "dequantise", "draft_model", "greedy_ties"},
+    "tqdm": {"extraction", "question_turns", "sample_making", "serving", "suite", "training_curves"},
+    "transformers": {"chat_tokenizer", "cpu_norm", "dequantise", "draft_model", "greedy_ties", "witness"},
     "vllm": {"answers", "engine_load", "engine_parity", "extraction", "hidden_states_connector", "vllm_engine"},
 }
 LIGHT = set(sys.stdlib_module_names) | {"__future__", "cerberus", "yaml", "eagle3"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -11,21 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle3.atomic_files import sha256_of_json
 from eagle3.params import SampleParams
 from eagle3.problems import InvalidInput
-from eagle3.sampling.conversation_sources import read_sources
+from eagle3.sampling.conversation_sources import Sources
 from eagle3.sampling.conversations import (
     Conversation,
+    Row,
     Skipped,
+    SkippedFile,
     normalised,
     parse_row,
-    read_jsonl,
+    split_bounds,
     split_of,
-    within_budget,
-    without_duplicates,
-    write_skipped,
+    turn_in_line,
 )
-from eagle3.sampling.prompt_selection import select
+from eagle3.sampling.near_duplicates import NearDuplicates, shingles
+from eagle3.sampling.prompt_selection import Budget, Selection, select
 from tests.tiny import write_conversations
 
 USER = {"role": "user", "content": "hi"}
@@ -33,6 +36,11 @@ ANSWER = {"role": "assistant", "content": "hello"}
 SYSTEM = {"role": "system", "content": "be kind"}
 CHATTERBOT = {"package": "chatterbot-corpus", "version": "1.3.3"}
 CHITCHAT = {"package": "chitchat-dataset", "version": "0.9.0"}
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "arguments": arguments}}
+
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -68,6 +76,8 @@ def codes(error: pytest.ExceptionInfo[InvalidInput]) -> list[str]:
         ({"messages": [ANSWER]}, "role_order"),
         ({"messages": [USER, USER]}, "role_order"),
         ({"messages": [USER, SYSTEM]}, "role_order"),
+        ({"messages": [USER, ANSWER, ANSWER]}, "role_order"),
+        ({"messages": [USER, {"role": "tool", "content": "42"}]}, "role_order"),
         ({"messages": [{"role": "observation", "content": "42"}]}, "unknown_role"),
         ({"messages": [{"role": ["user"], "content": "42"}]}, "unknown_role"),
         ({"messages": [{"role": "user", "content": None}]}, "not_text"),
@@ -76,7 +86,13 @@ def codes(error: pytest.ExceptionInfo[InvalidInput]) -> list[str]:
         ({"messages": [{"role": "user"}]}, "malformed_message"),
         ({"messages": ["hi"]}, "malformed_message"),
         ({"messages": [USER | {"tool_calls": []}]}, "unknown_field"),
-        ({"messages": [USER], "tools": []}, "unknown_field"),
+        ({"messages": [USER | {"reasoning_content": "hm"}]}, "unknown_field"),
+        ({"messages": [USER], "score": 1}, "unknown_field"),
+        ({"messages": [USER], "tools": {"name": "f"}}, "malformed_tools"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "not_text"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]}, "malformed_tools"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [call("{")]}]}, "malformed_tools"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [call("[1]")]}]}, "malformed_tools"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_skipped_with_its_reason(raw: Any, reason: str) -> None:
@@ -101,20 +117,26 @@ def test_any_json_is_a_conversation_or_a_counted_row(raw: Any) -> None:
         assert row.reason
 
 
-@given(st.lists(st.binary(max_size=20), max_size=5))
-def test_every_line_of_any_file_gives_one_row(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
-    path = tmp_path_factory.mktemp("rows") / "a.jsonl"
-    lines = [line.replace(b"\n", b" ") for line in lines]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    assert len(list(read_jsonl(path))) == len(lines)
+def test_messages_are_what_the_server_hands_to_a_template() -> None:
+    """vLLM 0.32.0 parses the arguments of calls, drops empty lists of calls, and gives reasoning two names."""
+    says = {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}')], "reasoning": "hm", "name": None}
+    result = {"role": "tool", "content": "2", "tool_call_id": "x"}
+    row = parse_row({"messages": [USER, says, result, ANSWER | {"tool_calls": []}], "tools": [{"n": 1}]}, "a", "1")
+    assert isinstance(row, Conversation), row
+    assert row.messages[1] == {
+        **{"role": "assistant", "content": "", "reasoning": "hm", "reasoning_content": "hm"},
+        "tool_calls": [call({"a": 1})],
+    }
+    assert row.messages[2:] == (result, ANSWER)
+    assert row.tools == ({"n": 1},)
+    assert row.answer_places == [1, 3]
 
 
-def test_faulty_lines_are_counted_and_the_others_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    good = json.dumps({"messages": [USER]}).encode()
-    path.write_bytes(b"\n".join([good, b"", b"{", b"\xff\xfe", b"[" * 100_000, good]))
-    found = [row.reason if isinstance(row, Skipped) else "kept" for row in read_jsonl(path)]
-    assert found == ["kept", "empty", "not_json", "not_utf8", "not_json", "kept"]
+def test_tools_are_part_of_the_id_and_their_absence_leaves_it_as_it_was() -> None:
+    plain, tooled = (parse_row({"messages": [USER], "tools": tools}, "a", "1") for tools in (None, [{"n": 1}]))
+    assert isinstance(plain, Conversation)
+    assert isinstance(tooled, Conversation)
+    assert plain.conversation_id == sha256_of_json(["a", [USER]])[:20] != tooled.conversation_id
 
 
 @given(st.text())
@@ -125,13 +147,6 @@ def test_normalising_twice_changes_nothing(text: str) -> None:
 def test_case_width_and_white_space_do_not_make_another_question() -> None:
     assert normalised("  HELLO\n  there ") == normalised("hello\u3000There") == normalised("\uff48ello there")
     assert normalised("hello there") != normalised("hello, there")
-
-
-def test_of_equal_openings_the_first_is_kept() -> None:
-    rows = [opening("Hello", key="line 1"), opening("bye", key="line 2"), opening("hello ", key="line 3")]
-    kept, skipped = without_duplicates(rows)
-    assert [row.key for row in kept] == ["line 1", "line 2"]
-    assert [(row.key, row.reason, row.detail) for row in skipped] == [("line 3", "duplicate", "of a.jsonl, line 1")]
 
 
 def test_the_id_hangs_on_source_and_content_alone() -> None:
@@ -147,52 +162,102 @@ def test_the_hash_is_cut_at_eval_then_val(first_digits: str, split: str) -> None
     assert split_of(first_digits.ljust(64, "0"), val_percent=5, eval_percent=10) == split
 
 
+def filled(rows: list[Conversation], maximum: int, split: str = "train") -> Budget:
+    budget = Budget(split, maximum, (0, 100))
+    assert not [skipped for row in rows if (skipped := budget.offer(row, lambda row, split: None))]
+    return budget
+
+
 def test_a_budget_keeps_the_lowest_hashes_so_that_a_larger_one_only_adds() -> None:
     rows = [opening(f"question {index}") for index in range(20)]
-    five, surplus = within_budget(rows, "train", 5)
-    ten, _ = within_budget(reversed(rows), "train", 10)
-    assert ten[:5] == five
-    assert [(entry.reason, entry.count) for entry in surplus] == [("over_budget", 15)]
+    five, ten = filled(rows, 5), filled(rows[::-1], 10)
+    assert ten.in_line()[:5] == five.in_line() == sorted(rows, key=lambda row: row.opening_sha256)[:5]
+    assert [(entry.reason, entry.count) for entry in five.surplus()] == [("over_budget", 15)]
+    assert filled(rows, 20).surplus() == []
+
+
+def test_of_two_sources_the_weight_says_how_much_likelier_a_conversation_is_taken() -> None:
+    rows = [
+        Conversation(name, "", ({"role": "user", "content": f"{name} {index}"},), weight=weight)
+        for index in range(4000)
+        for name, weight in (("light", 1.0), ("heavy", 3.0))
+    ]
+    taken = [row.source for row in filled(rows, 400).in_line()]
+    assert 0.70 < taken.count("heavy") / 400 < 0.80  # 3 of 4, five standard deviations each way
+
+
+@given(st.lists(st.integers(0, 2**256 - 1), min_size=2, max_size=20, unique=True))
+def test_with_equal_weights_the_order_within_a_split_is_that_of_the_hashes(numbers: list[int]) -> None:
+    digests = sorted(f"{number:064x}" for number in numbers)
+    bounds = split_bounds(5, 10)
+    for split in ("train", "val", "eval"):
+        members = [digest for digest in digests if split_of(digest, 5, 10) == split]
+        places = [turn_in_line(digest, 2.0, bounds[split]) for digest in members]
+        assert places == sorted(places)
+
+
+def test_similarity_is_the_share_of_common_pieces_and_case_does_not_count() -> None:
+    held_out = [opening("What is the capital of France?"), opening("Sing!", key="line 2")]
+    index = NearDuplicates(held_out)
+    assert index.nearest("what is the CAPITAL of france?") == (1.0, held_out[0])
+    near, twin = index.nearest("What is the capital of Francs?")
+    ours, theirs = shingles("What is the capital of Francs?"), shingles(held_out[0].opening)
+    assert (near, twin) == (len(ours & theirs) / len(ours | theirs), held_out[0])
+    assert index.nearest("zzz") == (0.0, None)
 
 
 def sample_params(**changes: Any) -> SampleParams:
     values = {
-        **{"sources": [CHATTERBOT], "max_train": 8, "max_val": 2, "max_eval": 4, "min_eval": 1},
-        **{"val_percent": 20, "eval_percent": 20, "max_new_tokens": 10, "max_model_len": 50, "temperature": 0.0},
+        **{"sources": [CHATTERBOT], "mode": "regenerate", "max_turns": 1, "max_train": 8, "max_val": 2, "max_eval": 4},
+        **{"min_eval": 1, "val_percent": 20, "eval_percent": 20, "max_eval_similarity": 1.0, "max_new_tokens": 10},
+        **{"max_model_len": 50, "temperature": 0.0, "top_p": 1.0},
     }
     return SampleParams(**(values | changes))
 
 
-def words(conversation: list[dict[str, str]]) -> list[int]:
-    """A stand-in for the tokenizer: one id a word, so that lengths can be read off the text."""
-    return [len(word) for word in conversation[-1]["content"].split()]
+def selected(path: Path, rows: list[Row], **changes: Any) -> tuple[Selection, SkippedFile]:
+    def unusable(row: Conversation, split: str) -> Skipped | None:
+        return Skipped(row.source, row.key, "too_long") if len(row.opening) > 40 else None
+
+    with SkippedFile(path / "skipped.jsonl") as skipped:
+        return select(iter(rows), sample_params(**changes), unusable, skipped), skipped
 
 
-def test_every_row_read_is_kept_or_skipped_for_one_reason() -> None:
+def test_every_row_read_is_kept_or_skipped_for_one_reason(tmp_path: Path) -> None:
     rows = [
         *(opening(f"question number {index}") for index in range(60)),
-        opening("question number 1"),
-        opening("too " * 41),
-        opening("a-word-of-more-than-thirty-letters!"),
+        opening("question number 1 " + "and so on " * 8),
         Skipped("a.jsonl", "line 9", "empty"),
     ]
-    chosen = select(list(rows), sample_params(), vocab_size=30, render=words)
-    kept = sum(len(prompts) for prompts in chosen.prompts.values())
-    assert {split: len(prompts) for split, prompts in chosen.prompts.items()} == {"train": 8, "val": 2, "eval": 4}
-    assert chosen.read == len(rows) == kept + sum(chosen.skipped_by_reason.values())
-    assert chosen.skipped_by_reason == {
-        "duplicate": 1,
-        "empty": 1,
-        "over_budget": 60 - 14,
-        "token_out_of_vocabulary": 1,
-        "too_long": 1,
-    }
+    chosen, skipped = selected(tmp_path, list(rows), max_train=60, max_val=2, max_eval=4)
+    assert {split: len(prompts) for split, prompts in chosen.prompts.items()}["eval"] == 4
+    kept = sum(map(len, chosen.prompts.values()))
+    assert chosen.read == len(rows) == kept + skipped.by_reason.total()
+    assert skipped.by_reason == {"empty": 1, "too_long": 1, "over_budget": 60 - kept}
+    again, skipped = selected(tmp_path, [*chosen.prompts["train"], *rows], max_train=60, max_val=2, max_eval=4)
+    assert again.prompts == chosen.prompts
+    assert skipped.by_reason["duplicate"] == len(chosen.prompts["train"])
+    lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert sum(line["count"] for line in lines) == skipped.by_reason.total()
+    assert "of a.jsonl, line 1" in {line["detail"] for line in lines}
 
 
-def test_too_few_eval_prompts_are_refused_with_what_became_of_the_rows() -> None:
-    rows = [opening("hi", key=f"line {number}") for number in (1, 2, 3)]
+def test_train_loses_openings_that_are_nearly_those_of_eval(tmp_path: Path) -> None:
+    rows: list[Row] = [opening(f"Tell me about the number {index}") for index in range(60)]
+    others: list[Row] = [opening(hashlib.sha256(bytes([index])).hexdigest()[:30]) for index in range(30)]
+    every, _ = selected(tmp_path, rows + others, max_train=90)
+    apart, skipped = selected(tmp_path, rows + others, max_train=90, max_eval_similarity=0.5)
+    kept, alike = apart.prompts["train"], [row for row in every.prompts["train"] if row.opening.startswith("Tell")]
+    assert any(row.opening.startswith("Tell") for row in every.prompts["eval"])
+    assert len(alike) > 20
+    assert kept == [row for row in every.prompts["train"] if row not in alike]
+    assert skipped.by_reason["near_duplicate"] == len(alike)
+
+
+def test_too_few_eval_prompts_are_refused_with_what_became_of_the_rows(tmp_path: Path) -> None:
+    rows: list[Row] = [opening("hi", key=f"line {number}") for number in (1, 2, 3)]
     with pytest.raises(InvalidInput) as error:
-        select(list(rows), sample_params(min_eval=3), vocab_size=30, render=words)
+        selected(tmp_path, rows, min_eval=3)
     assert codes(error) == ["too-few-prompts"] * len(error.value.problems)
     last = error.value.problems[-1]
     assert last.where == "sample: the eval split"
@@ -201,23 +266,29 @@ def test_too_few_eval_prompts_are_refused_with_what_became_of_the_rows() -> None
 
 
 def test_a_skipped_row_is_written_as_one_line_of_json(tmp_path: Path) -> None:
-    write_skipped(tmp_path / "skipped.jsonl", [Skipped("a.jsonl", "line 2", "unknown_field", "\ud800")])
+    with SkippedFile(tmp_path / "skipped.jsonl") as skipped:
+        skipped.add(Skipped("a.jsonl", "line 2", "unknown_field", "\ud800", count=2))
     [line] = (tmp_path / "skipped.jsonl").read_text().splitlines()
     assert json.loads(line)["reason"] == "unknown_field"
+    assert skipped.by_reason == {"unknown_field": 2}
 
 
-def test_the_packages_hold_what_the_default_parameters_expect() -> None:
-    rows = read_sources([CHATTERBOT, CHITCHAT])
-    distinct, _ = without_duplicates(row for row in rows if isinstance(row, Conversation))
+def test_the_packages_hold_what_the_default_parameters_expect(tmp_path: Path) -> None:
+    sources = Sources([CHATTERBOT, CHITCHAT], tmp_path)
+    rows = list(sources)
     assert len(rows) == 9194
-    assert len(distinct) == 5585
+    assert len({row.opening_sha256 for row in rows if isinstance(row, Conversation)}) == 5585
     assert [row.reason for row in rows if isinstance(row, Skipped)] == ["not_text", "empty"]
+    assert {name: read["rows"] for name, read in sources.read.items()} == {
+        "chatterbot-corpus": 2026,
+        "chitchat-dataset": 7168,
+    }
 
 
 def test_unknown_packages_and_other_versions_are_refused_together(tmp_path: Path) -> None:
     sources = [{"package": "persona-chat", "version": "1.0"}, CHITCHAT | {"version": "0.8.0"}, CHATTERBOT, CHATTERBOT]
     with pytest.raises(InvalidInput) as error:
-        read_sources(sources, tmp_path)
+        Sources(sources, tmp_path)
     assert codes(error) == ["repeated-source", "unknown-package", "source-version"]
     assert "chatterbot-corpus or chitchat-dataset" in error.value.problems[1].expected
     assert error.value.problems[2].fix == "pip install chitchat-dataset==0.8.0, or declare version 0.9.0"
@@ -241,7 +312,7 @@ def test_a_file_that_git_or_dvc_tracks_is_read(folder: Path) -> None:
     write_conversations(folder / "large.jsonl", ["three"])
     (folder / "large.jsonl.dvc").write_text("outs: []\n")
     git_add(folder / "large.jsonl.dvc")
-    rows = read_sources([{"file": "small.jsonl"}, {"file": "large.jsonl"}], folder)
+    rows = list(Sources([{"file": "small.jsonl"}, {"file": "large.jsonl"}], folder))
     assert [(row.source, row.key) for row in rows] == [
         ("small.jsonl", "line 1"),
         ("small.jsonl", "line 2"),
@@ -253,7 +324,7 @@ def test_absent_unnamed_and_untracked_files_are_refused_together_with_their_reme
     write_conversations(folder / "untracked.jsonl", ["one"])
     write_conversations(folder / "unnamed.jsonl", ["one"])
     with pytest.raises(InvalidInput) as error:
-        read_sources([{"file": "absent.jsonl"}, {"file": "untracked.jsonl"}], folder)
+        Sources([{"file": "absent.jsonl"}, {"file": "untracked.jsonl"}], folder)
     assert codes(error) == ["source-absent", "source-unnamed", "source-untracked"]
     assert "`- file: unnamed.jsonl`" in error.value.problems[1].fix
     assert "git add" in error.value.problems[2].fix
@@ -263,5 +334,5 @@ def test_absent_unnamed_and_untracked_files_are_refused_together_with_their_reme
 def test_a_file_that_dvc_has_not_brought_yet_is_to_be_pulled(folder: Path) -> None:
     (folder / "large.jsonl.dvc").write_text("outs: []\n")
     with pytest.raises(InvalidInput) as error:
-        read_sources([{"file": "large.jsonl"}], folder)
+        Sources([{"file": "large.jsonl"}], folder)
     assert error.value.problems[0].fix.startswith("dvc pull ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from eagle3.formats.safetensors_headers import read_header
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.params import VerifierParams
 from eagle3.sampling.samples import Sample, read_samples, write_samples
@@ -27,6 +29,7 @@ from tests.tiny import tiny_verifier
 ROOT = Path(__file__).parent.parent
 SPLITS = ("train", "train", "train", "val", "eval")
 WINDOW = 64
+EXTRACT = {"aux_layer_ids": [1, 3, 5], "samples_per_shard": 4, "parity_samples": 3}
 
 
 def verifier_in(folder: Path) -> Verifier:
@@ -54,7 +57,7 @@ def write_inputs(folder: Path, samples: list[Sample]) -> None:
     shutil.rmtree(folder / "data" / "samples", ignore_errors=True)
     write_samples(folder / "data" / "samples", samples)
     identity = {**verifier_in(folder).identity(), "source": "verifier"}
-    decisions = {"vocab_size": 320, "special_token_ids": [0, 1, 2], "generation": {"temperature": 0.0}}
+    decisions = {"vocab_size": 320, "special_token_ids": [0, 1, 2], "greedy_splits": ["train", "val", "eval"]}
     made = Manifest("sample", {"sample": {"max_model_len": WINDOW}}, verifier=identity, decisions=decisions)
     write_manifest(folder / "data" / "samples", made)
 
@@ -67,7 +70,7 @@ def make_repository(folder: Path, samples: list[Sample] | None = None) -> Path:
         shutil.copyfile(ROOT / name, folder / name)
     tiny_verifier(folder / "verifier")
     (folder / "machine.yaml").write_text("cpu_threads: 1\nkv_cache_gib: 1\n")
-    set_params(folder, verifier={"source": "verifier"}, extract={"aux_layer_ids": [1, 3, 5], "samples_per_shard": 4})
+    set_params(folder, verifier={"source": "verifier"}, extract=EXTRACT)
     write_inputs(folder, samples or greedy_samples(folder / "verifier", 30))
     return folder
 
@@ -133,7 +136,8 @@ def test_the_stage_stores_every_sample_and_says_what_it_made(finished):
     tokens = sum(len(sample.input_ids) for sample in samples)
     assert manifest.counts == {"samples": 30, "tokens": tokens, "shards": len(shards_of(folder))}
     assert manifest.decisions == {
-        **{"aux_layer_ids": [1, 3, 5], "hidden_size": 64, "num_hidden_layers": 6, "dtype": "bfloat16"}
+        **{"aux_layer_ids": [1, 3, 5], "hidden_size": 64, "num_hidden_layers": 6, "dtype": "bfloat16"},
+        "parity": {"samples": 3, "witness": "transformers, float32"},
     }
     assert manifest.inputs["samples"] == read_manifest(folder / "data" / "samples", "sample").as_dict()
     assert said.startswith(f"extract: 30 samples, {tokens} tokens, {len(shards_of(folder))} shards, 0.00 GB (")
@@ -189,6 +193,25 @@ def test_states_that_do_not_give_the_answers_fail_the_stage_and_leave_the_output
     ]
     write_inputs(copy, invented)
     assert "ERROR states-of-other-answers: extract: shard-" in run_stage(copy, status=1)
+    assert bytes_of(copy) == kept
+
+
+@pytest.mark.engine
+def test_states_without_parity_fail_the_stage_though_an_earlier_run_made_them(finished, copy):
+    """A shard that was changed on the disk: the engine is not asked again, the witness is."""
+    kept = bytes_of(copy)
+    [first, *_] = HiddenStates(copy / "data" / "hidden_states").sample_ids
+    for path in (copy / ".dvc" / "tmp" / "eagle3" / "extract").glob("shard-*"):
+        if first in json.loads(read_header(path).metadata["sample_ids"]):
+            data = bytearray(path.read_bytes())
+            size = int.from_bytes(data[:8], "little")
+            begin, end = (8 + size + at for at in json.loads(data[8 : 8 + size])["hidden_states"]["data_offsets"])
+            states = torch.frombuffer(data, dtype=torch.bfloat16, offset=begin, count=(end - begin) // 2)
+            states.view(-1, 4, 64)[:, 1] = states.view(-1, 4, 64)[:, 2]
+            path.write_bytes(data)
+    said = run_stage(copy, status=1)
+    assert f"ERROR states-without-parity: extract: sample {first}, layer id 3" in said
+    assert "nearer to layer id 4" in " ".join(said.split())
     assert bytes_of(copy) == kept
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,16 @@ from eagle3.formats.safetensors_headers import read_header
 from eagle3.manifests import Manifest, write_manifest
 from eagle3.problems import InvalidInput
 from eagle3.states.hidden_states import HiddenStates, ids_as_bytes, plan_shards
-from eagle3.states.shard_file import ShardFile, check_sizes, clean_scratch, require_space, state_faults, write_at
+from eagle3.states.shard_file import (
+    LOW_WATER_BYTES,
+    ShardFile,
+    check_sizes,
+    clean_scratch,
+    require_room,
+    require_space,
+    state_faults,
+    write_at,
+)
 
 ORIGIN = {"verifier": "a" * 64, "layer_ids": [1, 3, 6], "vllm": "0.32.0"}
 EIGHT_DAYS = 8 * 24 * 3600
@@ -177,6 +188,18 @@ def test_a_disk_too_small_is_refused_with_the_sum(tmp_path):
     shard = replace(plan(A)[0], hidden_size=10**14)
     with pytest.raises(InvalidInput, match=r"1800000\.00 GB: 3 tokens of 600000000000000 bytes"):
         require_space(tmp_path, [shard])
+
+
+def test_the_next_shard_is_not_begun_where_it_would_fill_the_disk(tmp_path, monkeypatch):
+    (shard,) = plan(A)
+    for spare, refused in ((0, False), (-1, True)):
+        free = LOW_WATER_BYTES + shard.num_bytes + spare
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        if refused:
+            with pytest.raises(InvalidInput, match="low-water"):
+                require_room(tmp_path, shard)
+        else:
+            require_room(tmp_path, shard)
 
 
 @pytest.mark.parametrize(

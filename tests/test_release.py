@@ -41,7 +41,7 @@ VALUES = {"engines": {"vllm": "0.32.0"}, "serve_test": {"num_speculative_tokens"
 def lineage_of(max_train: int = 1200) -> tuple[Manifest, Manifest]:
     """Manifests of data/draft and data/samples, as the stages write them."""
     counts = {"train": 1200, "val": 64, "eval": 72, "tokens": 150000, "supervised_tokens": 120000}
-    sample = {"seed": 0, "sample": {"sources": SOURCES, "max_train": max_train}}
+    sample = {"seed": 0, "sample": {"sources": SOURCES, "mode": "regenerate", "max_train": max_train}}
     engines = {"vllm": "0.32.0"}
     files = {"samples.parquet": {"bytes": max_train, "sha256": "0"}}
     samples = Manifest("sample", sample, {}, VERIFIER, engines, counts, {"max_new_tokens": 96}, files)
@@ -136,11 +136,15 @@ def test_the_card_says_what_it_does_not_know():
     release = release_of()
     made = provenance(release)
     made["verifier"] = {"source": "models/mine", "revision": None, "sha256": "c" * 64}
-    made["params"]["sample"]["sources"] = [{"file": "mine.jsonl"}]
+    dataset = {"dataset": "org/chats", "revision": "f" * 40, "split": "train"}
+    made["params"]["sample"] |= {"sources": [{"file": "mine.jsonl"}, {"folder": "saved"}, dataset], "mode": "keep"}
     made["checks"]["simulate_weight_load"]["engine_level"] = {"level": "off"}
     card = model_card(made)
     assert "license: other" in card
     assert "mine.jsonl, licence not known" in card
+    assert "saved, licence not known" in card
+    assert f"org/chats, split train at revision {'f' * 40}, licence not known" in card
+    assert "120000 of them supervised; the answers of training are those of the conversations" in card
     assert "base_model" not in card
     assert "switched off" in card
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +31,11 @@ MACHINE = "cpu_threads: 1\nkv_cache_gib: 1\n"
 SAMPLE = {
     **{"sources": [{"file": "tiny.jsonl"}], "max_train": 140, "max_val": 4, "max_eval": 17, "min_eval": 2},
     **{"val_percent": 10, "eval_percent": 20, "max_new_tokens": 8, "max_model_len": 128, "temperature": 0.0},
+    **{"mode": "regenerate", "max_turns": 1, "max_eval_similarity": 1.0, "top_p": 1.0},
 }
 TEXTS = [f"What is {number} times {number + 3}?" for number in range(230)]
-FAULTY = ["What is 0 times 3?", "why " * 200, " "]
+# The first repeats the train opening that is first in line.
+FAULTY = ["What is 172 times 175?", "why " * 200, " "]
 
 
 def make_repository(folder: Path) -> Path:
@@ -136,6 +139,60 @@ def test_a_killed_run_resumes_to_the_bytes_of_an_undisturbed_one(finished: tuple
     assert {path: path.stat().st_mtime_ns for path in survived} == survived
 
 
+THREE_TURNS = ["Hello", "How are you?", "And you?"]
+
+
+@pytest.mark.engine
+def test_turns_and_given_answers_from_two_weighted_sources_account_for_everything(tmp_path: Path) -> None:
+    """mode keep, by the stage itself: train has the given answers, val and eval the verifier's own, turn by turn."""
+    folder = make_repository(tmp_path)
+    conversations = folder / "data" / "conversations"
+    rows = [
+        {
+            "messages": [
+                message
+                for text in THREE_TURNS
+                for message in (
+                    {"role": "user", "content": f"{text} {number}"},
+                    {"role": "assistant", "content": f"Fine {number}"},
+                )
+            ]
+        }
+        for number in range(60)
+    ]
+    (conversations / "turns.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    subprocess.run(["git", "add", "data"], cwd=folder, check=True)
+    sources = [{"file": "tiny.jsonl"}, {"file": "turns.jsonl", "weight": 2.0}]
+    changes = {"mode": "keep", "max_turns": 2, "sources": sources, "max_train": 30, "max_eval": 8}
+    set_params(folder, sample=changes, verifier={"source": "verifier"})
+    run_stage(folder)
+
+    manifest = read_manifest(folder / "data" / "samples", "sample")
+    counts, decisions = manifest.counts, manifest.decisions
+    assert counts["read"] == len(TEXTS) + 3 + 60 == counts["kept"] + counts["skipped"] + counts["failed"]
+    assert decisions["sources"]["turns.jsonl"] == {"layout": "messages", "rows": 60}
+    turns = decisions["turns"]
+    assert turns["read"] == turns["answered"] + sum(turns["left"].values())
+    assert decisions["skipped_by_reason"]["no_answer"] > 0, "prompts alone have nothing to keep"
+    samples, tokenizer = read_samples(folder / "data" / "samples"), tiny_tokenizer()
+    for sample in samples:
+        answers = tokenizer.decode([t for t, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on])
+        if sample.split == "train":
+            assert answers.count("Fine") == answers.count("<|im_end|>") == 2
+            assert tokenizer.decode(sample.input_ids).count("<|im_start|>user") == 2
+        else:
+            assert "Fine" not in answers
+    assert {sample.turn for sample in samples if sample.split == "eval"} <= {0, 1}
+    assert (Counter(sample.split for sample in samples)["train"], counts["train"]) == (30, 30)
+
+    shown = subprocess.run(
+        [sys.executable, "-m", "eagle3", "show-sample", samples[0].sample_id],
+        **{"cwd": folder, "text": True, "capture_output": True, "check": True},
+    )
+    assert samples[0].sample_id in shown.stdout
+    assert "{+" in shown.stdout
+
+
 @pytest.mark.engine
 def test_other_weights_under_the_same_path_never_reuse_old_answers(finished: tuple[Path, str], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(finished[0], tmp_path / "copy"))
@@ -158,11 +215,11 @@ def engine(finished: tuple[Path, str]) -> Iterator[Any]:
 
 
 def answering(engine: Any, scratch: Path, temperature: float = 0.0) -> Answering:
-    return Answering(Generation("0" * 64, {"vllm": "0.32.0"}, 0, temperature, 8, 128), scratch, lambda: engine)
+    return Answering(Generation("0" * 64, {"vllm": "0.32.0"}, 0, temperature, 1.0, 8, 128), scratch, lambda: engine)
 
 
 def prompts_of(samples: list[Sample]) -> list[Prompt]:
-    return [Prompt(sample.conversation_id, sample.input_ids[: sample.num_prompt]) for sample in samples]
+    return [Prompt(sample.sample_id, sample.input_ids[: sample.num_prompt]) for sample in samples]
 
 
 @pytest.mark.engine
@@ -170,7 +227,9 @@ def test_eval_answers_are_those_of_one_request_at_a_time(
     finished: tuple[Path, str], engine: Any, tmp_path: Path
 ) -> None:
     samples = [row for row in read_samples(finished[0] / "data" / "samples") if row.split == "eval"]
-    found, _ = answering(engine, tmp_path).answers(prompts_of(samples)[::-1], together=False, label="")
+    asked = prompts_of(samples)[::-1]
+    answers = answering(engine, tmp_path)
+    found = [one for begin in range(0, len(asked), 3) for one in answers.answers(asked[begin : begin + 3], "eval")]
     assert [answer.output_ids for answer in found] == [row.input_ids[row.num_prompt :] for row in reversed(samples)]
 
 
@@ -180,13 +239,16 @@ def test_at_a_temperature_the_seed_of_the_conversation_decides(
 ) -> None:
     asked = prompts_of(read_samples(finished[0] / "data" / "samples")[:6])
     runs = [
-        answering(engine, tmp_path / name, temperature).answers(asked, together=False, label="")[0]
+        answering(engine, tmp_path / name, temperature).answers(asked, "eval")
         for name, temperature in (("one", 1.0), ("two", 1.0), ("greedy", 0.0))
     ]
     assert runs[0] == runs[1] != runs[2]
     twins = [Prompt(name, asked[0].input_ids) for name in ("one", "two")]
-    first, second = answering(engine, tmp_path, 1.0).answers(twins, together=True, label="")[0]
+    first, second = answering(engine, tmp_path, 1.0).answers(twins, "train")
     assert first.output_ids != second.output_ids
+    narrow = replace(answering(engine, tmp_path, 1.0)._generation, top_p=0.001)
+    greedy = Answering(narrow, tmp_path, lambda: engine).answers(asked, "eval")
+    assert [answer.output_ids for answer in greedy] == [answer.output_ids for answer in runs[2]], "top_p reaches vLLM"
 
 
 @pytest.mark.engine

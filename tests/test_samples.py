@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.problems import InvalidInput
-from eagle3.sampling.answers import Answer, Prompt, as_sample, closed_counts, conversation_seed
-from eagle3.sampling.conversations import Skipped, parse_row
-from eagle3.sampling.samples import FILE, SCHEMA, Sample, count_samples, read_samples, write_samples
+from eagle3.sampling import samples as samples_module
+from eagle3.sampling.answers import answer_seed
+from eagle3.sampling.sample_view import show_sample
+from eagle3.sampling.samples import FILE, SCHEMA, Sample, read_samples, write_samples
 
 ONE = Sample("b-0", "b", 0, "train", [1, 2, 3, 9, 9], [False, False, False, True, True], "length")
 TWO = Sample("a-0", "a", 0, "eval", [1, 5], [False, True], "stop")
@@ -32,7 +34,8 @@ samples = st.builds(
 
 
 def test_rows_come_back_sorted_by_id(tmp_path: Path) -> None:
-    assert write_samples(tmp_path, [ONE, TWO]) == [TWO, ONE]
+    counts = write_samples(tmp_path, [ONE, TWO])
+    assert counts == {"train": 1, "val": 0, "eval": 1, "tokens": 7, "supervised_tokens": 3}
     assert read_samples(tmp_path) == [TWO, ONE]
 
 
@@ -51,8 +54,22 @@ def test_num_prompt_is_the_index_of_the_first_supervised_token() -> None:
     assert (ONE.num_prompt, TWO.num_prompt) == (3, 1)
 
 
-def test_counts_are_of_splits_tokens_and_supervised_tokens() -> None:
-    assert count_samples([ONE, TWO]) == {"train": 1, "val": 0, "eval": 1, "tokens": 7, "supervised_tokens": 3}
+def test_row_groups_gathered_from_the_disk_are_the_bytes_of_one_sorted_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples_module, "ROW_GROUP", 4)
+    rows = [replace(ONE, sample_id=f"{index * 7 % 30:02d}", input_ids=[index, 1, 2, 3, 4]) for index in range(30)]
+    write_samples(tmp_path / "spilled", iter(rows))
+    table = pa.Table.from_pylist(sorted(map(vars, rows), key=lambda row: row["sample_id"]), schema=SCHEMA)
+    pq.write_table(table, tmp_path / "sorted.parquet", compression="zstd", row_group_size=4)
+    assert (tmp_path / "spilled" / FILE).read_bytes() == (tmp_path / "sorted.parquet").read_bytes()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["spilled"]
+
+
+def test_two_samples_with_one_id_or_a_faulty_one_are_our_own_fault(tmp_path: Path) -> None:
+    for rows in ([ONE, ONE], [replace(ONE, loss_mask=[False] * 5)], [replace(ONE, loss_mask=[True] * 5)]):
+        with pytest.raises(AssertionError):
+            write_samples(tmp_path, rows)
 
 
 def write_rows(folder: Path, *rows: Sample, schema: pa.Schema = SCHEMA) -> None:
@@ -88,33 +105,30 @@ def test_a_missing_file_garbage_and_another_schema_are_refused_with_the_stage_to
         read_samples(tmp_path)
 
 
-def test_supervised_is_exactly_what_was_generated_end_of_turn_included() -> None:
-    row = parse_row({"messages": [{"role": "user", "content": "hi"}]}, "a.jsonl", "line 1")
-    assert not isinstance(row, Skipped)
-    made = as_sample(row, Prompt("c", [1, 7, 2]), Answer("c", [8, 9, 2], "stop"), "val")
-    assert isinstance(made, Sample)
-    assert made.input_ids == [1, 7, 2, 8, 9, 2]
-    assert made.loss_mask == [False, False, False, True, True, True]
-    failed = as_sample(row, Prompt("c", [1]), Answer("c", [8], "abort"), "val")
-    assert failed == Skipped("a.jsonl", "line 1", "failed", "finish_reason abort, 1 tokens")
-
-
-def test_counting_closes_or_the_stage_fails() -> None:
-    skipped = [Skipped("s", "k", "too_long", count=3), Skipped("s", "k", "failed"), Skipped("s", "k", "empty")]
-    counts, by_reason = closed_counts(7, [ONE, TWO], skipped)
-    assert {name: counts[name] for name in ("read", "kept", "skipped", "failed")} == {
-        "read": 7,
-        "kept": 2,
-        "skipped": 4,
-        "failed": 1,
-    }
-    assert by_reason == {"empty": 1, "too_long": 3}
-    with pytest.raises(InvalidInput, match="rows-lost"):
-        closed_counts(8, [ONE, TWO], skipped)
-
-
-def test_each_conversation_has_a_seed_of_its_own() -> None:
-    seeds = {conversation_seed(seed, f"c{index}") for seed in range(3) for index in range(50)}
-    assert len(seeds) == 150
+def test_each_turn_of_each_conversation_has_a_seed_of_its_own() -> None:
+    seeds = {answer_seed(seed, f"c{index}-{turn}") for seed in range(3) for index in range(50) for turn in range(2)}
+    assert len(seeds) == 300
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert conversation_seed(0, "c") == conversation_seed(0, "c")
+    assert answer_seed(0, "c-0") == answer_seed(0, "c-0")
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(chr(96 + token) if token < 27 else "\x1b[31m" for token in ids)
+
+
+@pytest.mark.parametrize("wanted", ["1", "b-0"])
+def test_a_sample_is_shown_with_its_supervised_tokens_marked(tmp_path: Path, wanted: str) -> None:
+    spans = replace(ONE, input_ids=[1, 2, 3, 4, 99], loss_mask=[False, True, False, True, True])
+    write_samples(tmp_path, [spans, TWO])
+    head, text = show_sample(tmp_path, wanted, letters, colour=False).splitlines()
+    assert head == "sample 1: b-0, split train, from turn 0, finish_reason length; 5 tokens, 3 supervised"
+    assert text == "a{+b+}c{+d\\x1b[31m+}", "escape sequences of a conversation do not reach the terminal"
+    coloured = show_sample(tmp_path, wanted, letters, colour=True).splitlines()[1]
+    assert coloured == "a\x1b[1;32mb\x1b[0mc\x1b[1;32md\\x1b[31m\x1b[0m"
+
+
+def test_a_sample_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    write_samples(tmp_path, [ONE, TWO])
+    for wanted in ("2", "-1", "c-0"):
+        with pytest.raises(InvalidInput, match="no-such-sample"):
+            show_sample(tmp_path, wanted, letters, colour=False)

@@ -25,7 +25,12 @@ MAX_NEW_TOKENS = 24
 PROMPTS = [[1, 60, 61, last] for last in (5, 6, 50, 100, 150, 200, 250, 300)]
 PARAMS = {
     "verifier": {"source": "verifier"},
-    "sample": {"max_new_tokens": MAX_NEW_TOKENS, "max_model_len": 512, "sources": [{"file": "tiny.jsonl"}]},
+    "sample": {
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "max_model_len": 512,
+        "sources": [{"file": "tiny.jsonl"}],
+        "mode": "regenerate",
+    },
     "serve_test": {
         "min_rounds": 50,
         "min_acceptance_length": 1.2,

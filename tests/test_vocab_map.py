@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from hypothesis import given
@@ -18,7 +20,7 @@ from safetensors.numpy import save_file
 from eagle3.drafts.vocab_map import (
     FILE,
     choose_ids,
-    count_supervised,
+    count_answered,
     coverage,
     map_of,
     read_vocab_map,
@@ -26,7 +28,9 @@ from eagle3.drafts.vocab_map import (
 )
 from eagle3.manifests import Manifest, read_manifest, write_manifest
 from eagle3.problems import InvalidInput
-from eagle3.sampling.samples import Sample, write_samples
+from eagle3.sampling import samples as samples_module
+from eagle3.sampling.conversations import SPLITS
+from eagle3.sampling.samples import SCHEMA, Sample, token_columns, write_samples
 
 ROOT = Path(__file__).parent.parent
 NONE = np.zeros(10, np.int64)
@@ -39,15 +43,58 @@ def counts(**by_id):
     return values
 
 
-def test_only_supervised_tokens_are_counted():
-    samples = [([5, 6, 7, 7], [False, False, True, True]), ([7, 1], [False, True])]
-    assert count_supervised(samples, 10).tolist() == [0, 1, 0, 0, 0, 0, 0, 2, 0, 0]
+def columns(*samples):
+    """As the samples' file gives them: (split, input_ids, loss_mask) of each."""
+    splits, ids, masks = zip(*samples, strict=True)
+    lengths = [len(one) for one in ids]
+    return (
+        np.array(splits, np.int32),
+        np.array(lengths, np.int32),
+        np.concatenate(ids).astype(np.int32),
+        np.concatenate(masks).astype(bool),
+    )
 
 
-@pytest.mark.parametrize("token", [10, -1])
-def test_a_token_outside_the_vocabulary_is_refused(token):
+def test_only_supervised_tokens_are_counted_each_in_its_split():
+    batches = [columns((1, [5, 6, 7, 7], [0, 0, 1, 1]), (0, [7, 1], [0, 1])), columns((1, [9, 7], [0, 1]))]
+    counted = count_answered(batches, 3, 10)
+    assert np.argwhere(counted).tolist() == [[0, 1], [1, 7]]
+    assert (counted[0, 1], counted[1, 7], counted.dtype) == (1, 3, np.int64)
+
+
+@pytest.mark.parametrize("token", [10, -1, 2**31 - 1])
+@pytest.mark.parametrize("mask", [[0, 1], [1, 0]])
+def test_a_token_outside_the_vocabulary_is_refused(token, mask):
     with pytest.raises(InvalidInput, match=f"the token id {token}\n"):
-        count_supervised([([0, token], [False, True])], 10)
+        count_answered([columns((0, [0, token], mask))], 3, 10)
+
+
+def test_counting_the_file_by_columns_is_counting_its_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples_module, "READ_ROWS", 7)
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(40):
+        length = int(rng.integers(2, 30))
+        mask = [False, *(rng.random(length - 1) < 0.5).tolist()]
+        ids = rng.integers(0, 50, length).tolist()
+        rows.append(Sample(f"{number:02d}", "c", 0, ["train", "val", "eval"][number % 3], ids, mask, "stop"))
+    rows = [row for row in rows if any(row.loss_mask)]
+    write_samples(tmp_path, rows)
+    expected = np.zeros((3, 50), np.int64)
+    for row in rows:
+        for token, answered in zip(row.input_ids, row.loss_mask, strict=True):
+            expected[SPLITS.index(row.split), token] += answered
+    assert (count_answered(token_columns(tmp_path), 3, 50) == expected).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"split": "test"}, {"loss_mask": [True]}, {"input_ids": None}, {"loss_mask": None}, {"split": None}]
+)
+def test_a_file_that_is_not_ours_is_refused_before_it_is_counted(tmp_path, change):
+    good = {**vars(sample(0, "train", [5, 5])), **change}
+    pq.write_table(pa.Table.from_pylist([good], schema=SCHEMA), tmp_path / samples_module.FILE)
+    with pytest.raises(InvalidInput, match="dvc repro sample"):
+        list(token_columns(tmp_path))
 
 
 def test_the_most_frequent_tokens_are_chosen_and_ties_go_to_the_lower_id():

@@ -9,7 +9,7 @@ V verifier vocabulary, K draft vocabulary. `vocab_map.safetensors` holds d2t int
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,28 +20,31 @@ from eagle3.file_faults import naming
 from eagle3.problems import InvalidInput, Problem, invalid
 
 FILE = "vocab_map.safetensors"
-Supervised = Iterable[tuple[Sequence[int], Sequence[bool]]]
+# split of each sample int32 [n], its tokens int32 [n], ids of all tokens int32 [N], answered bool [N]
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def count_supervised(samples: Supervised, vocab_size: int) -> np.ndarray:
-    """How often each token is answered: int64 [V] from pairs of input_ids and loss_mask.
+def count_answered(columns: Iterable[Columns], num_splits: int, vocab_size: int) -> np.ndarray:
+    """How often each token is answered in each split: int64 [splits, V].
 
-    An id outside the vocabulary is `InvalidInput`: samples and verifier do not belong together.
+    columns: those of `eagle3.sampling.samples.token_columns`. An id outside the vocabulary, answered or asked, is
+    `InvalidInput`: samples and verifier do not belong together.
     """
-    counts_V: np.ndarray = np.zeros(vocab_size, np.int64)
-    for input_ids, loss_mask in samples:
-        answered = np.asarray(input_ids, np.int64)[np.asarray(loss_mask, bool)]
-        if answered.size and not 0 <= answered.min() <= answered.max() < vocab_size:
-            outside = answered[(answered < 0) | (answered >= vocab_size)][0]
+    counts_SV: np.ndarray = np.zeros(num_splits * vocab_size, np.int64)
+    for split_n, length_n, ids_N, answered_N in columns:
+        outside_N = ids_N.view(np.uint32) >= vocab_size  # a negative id is a large one
+        if outside_N.any():
             raise invalid(
                 "token-range",
                 "data/samples",
-                f"the token id {outside}",
+                f"the token id {ids_N[outside_N][0]}",
                 f"ids below {vocab_size}, the verifier's vocab_size",
                 "dvc repro --single-item --force sample",
             )
-        counts_V += np.bincount(answered, minlength=vocab_size)
-    return counts_V
+        places_N: np.ndarray = np.repeat(split_n * np.int32(vocab_size), length_n)
+        places_N += ids_N
+        counts_SV += np.bincount(places_N[answered_N], minlength=num_splits * vocab_size)
+    return counts_SV.reshape(num_splits, vocab_size)
 
 
 def choose_ids(train_V: np.ndarray, val_V: np.ndarray, forced: Collection[int], draft_vocab_size: int) -> np.ndarray:
@@ -49,7 +52,7 @@ def choose_ids(train_V: np.ndarray, val_V: np.ndarray, forced: Collection[int], 
 
     First the `forced` ids (special tokens, which end turns and open tool calls however rare they are), then by count
     in train, ties by id; where train knows fewer than K tokens, by count in val, then by id. Counts come from
-    `count_supervised`. K over V, or under the number of forced ids, is `InvalidInput`.
+    `count_answered`. K over V, or under the number of forced ids, is `InvalidInput`.
     """
     vocab_size = len(train_V)
     if problems := list(_size_problems(draft_vocab_size, vocab_size, len(forced))):

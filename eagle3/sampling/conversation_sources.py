@@ -1,63 +1,157 @@
-"""Where conversations come from: `data/conversations/*.jsonl`, and data files inside installed packages.
+"""Where conversations come from: files and folders in `data/conversations/`, packages, datasets of the hub.
 
-Every file is named in `sample.sources` and tracked by Git or DVC; every package is pinned to the installed version.
+Every file is named in `sample.sources` and tracked by Git or DVC; a package is pinned to its version, a dataset to its
+commit. Rows are streamed: nothing here holds more than a batch of them.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from eagle3.problems import InvalidInput, Problem
-from eagle3.sampling.conversations import Row, Skipped, parse_row, read_jsonl
+from eagle3.problems import InvalidInput, Problem, invalid
+from eagle3.sampling.conversations import Row, Skipped, parse_row
 from eagle3.sampling.named_files import file_problems
+from eagle3.sampling.row_files import RawRow, dataset_rows, jsonl_rows, parquet_rows, saved_dataset_rows
+from eagle3.sampling.row_layouts import LAYOUTS, Layout, as_messages, layout_of
 from eagle3.yaml12 import read_yaml
 
 FOLDER = Path("data/conversations")
+KINDS = ("package", "file", "folder", "dataset")
+OWN_LAYOUT = "its own"
 
 
-def read_sources(sources: Sequence[dict[str, str]], folder: Path = FOLDER) -> list[Row]:
-    """Every row of every source, in the order of `sample.sources`; `InvalidInput` with all faulty sources at once."""
-    named = {source["file"]: f"sample.sources[{index}]" for index, source in enumerate(sources) if "file" in source}
-    problems = [
-        *_repeated(sources),
-        *_package_problems(sources),
-        *file_problems(named, folder, "sample.sources", "`- file: {}`"),
-    ]
-    if problems:
-        raise InvalidInput(*problems)
-    rows: list[Row] = []
-    for source in sources:
-        if "file" in source:
-            rows.extend(read_jsonl(folder / source["file"]))
+@dataclass
+class Sources:
+    """The rows of `sample.sources`, in that order. read: name -> layout and rows read, complete after the last row.
+
+    `InvalidInput` before the first row with all faulty sources at once, and where a source turns out to hold no known
+    layout, or no row that can be used.
+    """
+
+    sources: Sequence[dict[str, Any]]
+    folder: Path = FOLDER
+    read: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = {
+            source.get("file") or source["folder"]: f"sample.sources[{index}]"
+            for index, source in enumerate(self.sources)
+            if "file" in source or "folder" in source
+        }
+        problems = [
+            *_repeated(self.sources),
+            *_package_problems(self.sources),
+            *file_problems(named, self.folder, "sample.sources", "`- file: {0}` (or `- folder: {0}`, a saved dataset)"),
+        ]
+        if problems:
+            raise InvalidInput(*problems)
+
+    def __iter__(self) -> Iterator[Row]:
+        for source in self.sources:
+            yield from _counted(_rows(source, self.folder, self.read), _name(source), self.read)
+
+
+def _rows(source: dict[str, Any], folder: Path, read: dict[str, dict[str, Any]]) -> Iterator[Row]:
+    name, weight = _name(source), float(source.get("weight", 1))
+    if "package" in source:
+        read[name] = {"layout": OWN_LAYOUT}
+        for key, raw in PACKAGES[name][1](_data_file(name)):
+            yield raw if isinstance(raw, Skipped) else parse_row(raw, name, key, weight)
+        return
+    layout: Layout | None = None
+    for key, raw in _raw_rows(source, folder):
+        if isinstance(raw, Skipped):
+            yield raw
+            continue
+        if layout is None:
+            layout = _known_layout(raw, name, key)
+            read[name] = {"layout": layout.name}
+        row, why = as_messages(raw, layout, source.get("ignore", ()))
+        if row is None:
+            yield Skipped(name, key, "unknown_field" if layout_of(raw) is layout else "other_layout", why)
         else:
-            name = source["package"]
-            rows.extend(PACKAGES[name][1](_data_file(name)))
-    return rows
+            yield parse_row(row, name, key, weight)
 
 
-def chatterbot_rows(folder: Path) -> Iterator[Row]:
+def _raw_rows(source: dict[str, Any], folder: Path) -> Iterator[RawRow]:
+    if "dataset" in source:
+        return dataset_rows(source["dataset"], source.get("config"), source["split"], source["revision"])
+    if "folder" in source:
+        return saved_dataset_rows(folder / source["folder"])
+    path = folder / source["file"]
+    return parquet_rows(path) if path.suffix == ".parquet" else jsonl_rows(path)
+
+
+def _known_layout(raw: Any, name: str, key: str) -> Layout:
+    if layout := layout_of(raw):
+        return layout
+    fields = ", ".join(map(str, raw))[:200] if isinstance(raw, dict) else type(raw).__name__
+    marks = ", ".join(f"{each.mark} ({each.name})" for each in LAYOUTS)
+    raise invalid(
+        "unknown-layout",
+        f"{name}, {key}",
+        f"the fields {fields}" if isinstance(raw, dict) else f"a {fields}",
+        f"one of {marks}",
+        "convert the rows to one of these; data/conversations/README.md shows each",
+        "a guessed field would be asked, or trained on, as if it were the conversation",
+    )
+
+
+def _counted(rows: Iterator[Row], name: str, read: dict[str, dict[str, Any]]) -> Iterator[Row]:
+    """The rows as they are; at their end, the refusal of a source without one that can be used."""
+    reasons: Counter[str] = Counter()
+    usable = 0
+    first: Skipped | None = None
+    for row in rows:
+        if isinstance(row, Skipped):
+            reasons[row.reason] += 1
+            first = first or row
+        else:
+            usable += 1
+        yield row
+    read.setdefault(name, {"layout": "none"})["rows"] = usable + sum(reasons.values())
+    if not usable:
+        example = f"; the first is {first.key}: {first.detail}" if first else ""
+        raise invalid(
+            "source-unusable",
+            name,
+            (", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items())) or "no row") + example,
+            "conversations",
+            "name fields that can be left out under `ignore:` of this source, or mend the rows "
+            "(data/conversations/README.md says what each reason means)",
+        )
+
+
+def _name(source: dict[str, Any]) -> str:
+    """The name that ids, manifests and skipped.jsonl use; two splits of a dataset are two sources."""
+    name = str(next(source[kind] for kind in KINDS if kind in source))
+    return f"{name}:{source.get('config') or ''}:{source['split']}" if "dataset" in source else name
+
+
+def chatterbot_rows(folder: Path) -> Iterator[RawRow]:
     """chatterbot-corpus: YAML files of question and answer(s); the English ones, the question alone is taken."""
     for path in sorted(folder.glob("*.yml")):
         for index, item in enumerate(read_yaml(path)["conversations"]):
             key = f"{path.name}:{index}"
             if isinstance(item, list) and item and isinstance(item[0], str):
-                yield parse_row(_one_turn(item[0]), "chatterbot-corpus", key)
+                yield key, _one_turn(item[0])
             else:
-                yield Skipped("chatterbot-corpus", key, "not_text", "the question is no text")
+                yield key, Skipped("chatterbot-corpus", key, "not_text", "the question is no text")
 
 
-def chitchat_rows(path: Path) -> Iterator[Row]:
+def chitchat_rows(path: Path) -> Iterator[RawRow]:
     """chitchat-dataset: a JSON of human chats; the messages with which the first sender opens, joined by newlines."""
     for key, chat in json.loads(path.read_text(encoding="utf-8")).items():
         if not chat["messages"] or not chat["messages"][0]:
-            yield Skipped("chitchat-dataset", key, "empty", "a chat without messages")
+            yield key, Skipped("chitchat-dataset", key, "empty", "a chat without messages")
             continue
-        opening = "\n".join(message["text"] for message in chat["messages"][0])
-        yield parse_row(_one_turn(opening), "chitchat-dataset", key)
+        yield key, _one_turn("\n".join(message["text"] for message in chat["messages"][0]))
 
 
 # distribution -> (its data inside site-packages, the reader)
@@ -75,8 +169,8 @@ def _data_file(name: str) -> Path:
     return Path(str(distribution(name).locate_file(PACKAGES[name][0])))
 
 
-def _repeated(sources: Sequence[dict[str, str]]) -> Iterator[Problem]:
-    names = [source.get("file") or source["package"] for source in sources]
+def _repeated(sources: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    names = [_name(source) for source in sources]
     for index, name in enumerate(names):
         if name in names[:index]:
             yield Problem(
@@ -84,7 +178,7 @@ def _repeated(sources: Sequence[dict[str, str]]) -> Iterator[Problem]:
             )
 
 
-def _package_problems(sources: Sequence[dict[str, str]]) -> Iterator[Problem]:
+def _package_problems(sources: Sequence[dict[str, Any]]) -> Iterator[Problem]:
     for index, source in enumerate(sources):
         if "package" not in source:
             continue

@@ -20,7 +20,7 @@ def file_problems(named: Mapping[str, str], folder: Path, where: str, entry: str
     present = [name for name in entries if name not in NOT_DATA and not name.endswith(".dvc")]
     for name in sorted(set(named) - set(present)):
         fix = f"dvc pull {folder / name}.dvc" if f"{name}.dvc" in entries else f"put it there, or remove {named[name]}"
-        yield Problem("source-absent", named[name], f"no file {folder / name}", "the file that is named", fix)
+        yield Problem("source-absent", named[name], f"no {folder / name}", "the file that is named", fix)
     for name in present:
         if name not in named:
             yield Problem(
@@ -28,7 +28,7 @@ def file_problems(named: Mapping[str, str], folder: Path, where: str, entry: str
                 str(folder / name),
                 f"not named in {where}",
                 "every file of the folder is named, or not there",
-                f"add {entry.format(name)} to {where} (names end in .jsonl), or move the file away",
+                f"add {entry.format(name)} to {where} or move it away",
                 "it would look used and be ignored",
             )
     tracked = _tracked_by_git(folder) if named else set()
@@ -45,11 +45,11 @@ def file_problems(named: Mapping[str, str], folder: Path, where: str, entry: str
 
 
 def _tracked_by_git(folder: Path) -> set[str]:
-    """Names in Git's index directly under `folder`; empty where there is no repository."""
+    """Names in Git's index under `folder`, files and folders; empty where there is no repository."""
     try:
         listing = subprocess.run(
             ["git", "ls-files", "-z", "--", "."], cwd=folder, capture_output=True, check=False, timeout=60
         )
     except (FileNotFoundError, NotADirectoryError):
         return set()
-    return set(listing.stdout.decode("utf-8", "surrogateescape").split("\0")) - {""}
+    return {path.split("/")[0] for path in listing.stdout.decode("utf-8", "surrogateescape").split("\0")} - {""}

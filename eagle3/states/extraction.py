@@ -7,7 +7,7 @@ states, do not depend on which other shards a run has to make.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from eagle3.machine import Machine
 from eagle3.manifests import Manifest
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.hidden_states import Shard, map_shard
-from eagle3.states.shard_file import ShardFile, state_faults
+from eagle3.states.shard_file import ShardFile, require_room, state_faults
 from eagle3.states.vllm_engine import engine_errors, prepare_environment, start_engine
 from eagle3.verifiers.verifier import Verifier
 
@@ -77,27 +77,28 @@ class Extracted:
 
     def __str__(self) -> str:
         found = f"{self.found} of {self.asked} answered tokens found again in the states"
-        unchecked = "answers sampled at a temperature, so not looked for in the states"
+        unchecked = "answers sampled at a temperature or given, so not looked for in the states"
         return f"{self.tokens} tokens now at {self.tokens_per_second} tokens/s; {found if self.asked else unchecked}"
 
 
 def extract_shards(
-    engine: Any, shards: Sequence[Shard], folder: Path, layer_ids: Sequence[int], greedy: bool
+    engine: Any, shards: Sequence[Shard], folder: Path, layer_ids: Sequence[int], greedy_splits: Collection[str]
 ) -> Extracted:
     """Make each of `shards` in `folder`, one after the other, under a progress bar of tokens.
 
-    engine: from `start_extraction`, with the same layer_ids. greedy: the answers are the verifier's most likely tokens,
-    so the states are checked against them.
+    engine: from `start_extraction`, with the same layer_ids. greedy_splits: their answers are the verifier's most
+    likely tokens, so the states are checked against them.
     """
     asked = found = 0
     start = time.monotonic()
     num_tokens = sum(shard.num_tokens for shard in shards)
     with tqdm(total=num_tokens, desc="extract", unit="tok", unit_scale=True) as bar:
         for shard in shards:
+            require_room(folder, shard)
             with extracted(engine, shard, folder / shard.name, bar.update) as file:
                 _check_health(file, layer_ids)
-                if greedy:
-                    asked_now, found_now = _check_greedy(engine, file)
+                if rows := _rows_before_answers(shard, greedy_splits):
+                    asked_now, found_now = _check_greedy(engine, file, rows)
                     asked, found = asked + asked_now, found + found_now
     return Extracted(num_tokens, time.monotonic() - start, asked, found)
 
@@ -190,15 +191,15 @@ def _check_health(file: ShardFile, layer_ids: Sequence[int]) -> None:
         raise InvalidInput(*problems)
 
 
-def _check_greedy(engine: Any, file: ShardFile) -> tuple[int, int]:
+def _check_greedy(engine: Any, file: ShardFile, rows: list[int]) -> tuple[int, int]:
     """(asked, found) of answered tokens j: the last slice at j - 1 must give j by the verifier's own norm and head.
 
     `InvalidInput` where it often does not: the states are of another layer, after the norm, of other tokens or weights.
     """
-    tensors, rows = map_shard(file.path), torch.tensor(_rows_before_answers(file.shard))
-    next_ids_P = tensors["input_ids"][rows + 1].long()
+    tensors, rows_P = map_shard(file.path), torch.tensor(rows)
+    next_ids_P = tensors["input_ids"][rows_P + 1].long()
     with engine_errors("apply its norm and head"):
-        steps_P = engine.apply_model(partial(_steps_below_top, tensors["hidden_states"][rows, -1], next_ids_P))[0]
+        steps_P = engine.apply_model(partial(_steps_below_top, tensors["hidden_states"][rows_P, -1], next_ids_P))[0]
     asked, found = len(rows), sum(steps <= NEAR_STEPS for steps in steps_P)
     if asked - found > max(1, MAX_LOST_SHARE * asked):
         raise invalid(
@@ -213,11 +214,12 @@ def _check_greedy(engine: Any, file: ShardFile) -> tuple[int, int]:
     return asked, found
 
 
-def _rows_before_answers(shard: Shard) -> list[int]:
-    """Rows of the shard whose next token is an answered one, at most CHECKED_POSITIONS, evenly spread."""
+def _rows_before_answers(shard: Shard, splits: Collection[str]) -> list[int]:
+    """Rows whose next token is an answered one of these splits, at most CHECKED_POSITIONS, evenly spread."""
     rows = [
         begin + index - 1
         for sample, begin in zip(shard.samples, shard.offsets, strict=False)
+        if sample.split in splits
         for index, answered in enumerate(sample.loss_mask)
         if answered and index
     ]

@@ -21,6 +21,7 @@ from eagle3.states.hidden_states import STORE_DTYPE, Shard, ids_as_bytes
 
 UNWRITTEN = b"\xff" * 4
 MAX_WRITE = 1 << 30
+LOW_WATER_BYTES = 1 << 30
 KEPT_SECONDS = 7 * 24 * 3600
 
 
@@ -126,6 +127,21 @@ def require_space(folder: Path, shards: Sequence[Shard]) -> None:
             f"{shards[0].hidden_size} {STORE_DTYPE} numbers each)",
             "make room (dvc gc -w -a -T --all-experiments drops unused cache), or take fewer samples "
             "(sample.max_train) or layers (extract.aux_layer_ids)",
+        )
+
+
+def require_room(folder: Path, shard: Shard) -> None:
+    """`InvalidInput` before a shard would take the disk under the low-water mark; those made so far stay."""
+    free = shutil.disk_usage(folder).free
+    if free - shard.num_bytes < LOW_WATER_BYTES:
+        raise invalid(
+            "low-water",
+            str(folder),
+            f"{free / 1e9:.2f} GB free, and the next shard takes {shard.num_bytes / 1e9:.2f} GB",
+            f"{LOW_WATER_BYTES / 1e9:.2f} GB left for everything else on this disk",
+            "make room (dvc gc -w -a -T --all-experiments drops unused cache), then: dvc repro extract   (it goes on "
+            "with the shards that are missing)",
+            "a full disk would stop other programs, and this run in the middle of a shard",
         )
 
 

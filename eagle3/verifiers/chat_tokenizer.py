@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,62 @@ def load_tokenizer(verifier: Verifier, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+@dataclass(frozen=True)
+class Chat:
+    """The tokenizer and chat template of one verifier.
+
+    end_ids: tokens at which vLLM ends a turn. vocab_size: rows of the embedding; tokenizers can name more tokens.
+    """
+
+    tokenizer: Any
+    end_ids: frozenset[int]
+    vocab_size: int
+
+    def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """What the server prefills before it answers `messages`."""
+        return prompt_ids(self.tokenizer, messages, tools)
+
+    def history_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """`messages` as they stand, nothing opened after them."""
+        return prompt_ids(self.tokenizer, messages, tools, add_generation_prompt=False)
+
+    def said(self, output_ids: Sequence[int]) -> str | None:
+        """The content that a client of the server gets for generated ids, and sends back as history.
+
+        None where special tokens stand inside (channels, tool calls): there the server's parsers of reasoning and
+        tools decide what is content, and plain text would be a history that no client sends.
+        """
+        ids = list(output_ids[:-1] if output_ids[-1] in self.end_ids else output_ids)
+        if not set(ids).isdisjoint(self.tokenizer.all_special_ids):
+            return None
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def load_chat(verifier: Verifier, trust_remote_code: bool) -> Chat:
+    tokenizer = load_tokenizer(verifier, trust_remote_code)
+    declared = _generation_config(verifier.path).get("eos_token_id")
+    ends = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    return Chat(tokenizer, frozenset(ends), verifier.text_config["vocab_size"])
+
+
+def prompt_ids(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] = (),
+    add_generation_prompt: bool = True,
+) -> list[int]:
     """Token ids of the rendered messages and the generation prompt; no token is added around the template's own.
 
     `TemplateRefusal` where the template raises or renders nothing.
     """
-    from jinja2.exceptions import TemplateError
-
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, ValueError, TypeError) as error:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except Exception as error:  # a template is a program that came with the model: it can raise anything
         raise TemplateRefusal(f"{type(error).__name__}: {error}"[:300]) from None
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:

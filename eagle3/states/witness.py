@@ -1,0 +1,171 @@
+"""Stored hidden states against an independent forward of transformers: the right layers, the right model, no norm.
+
+n layers, T tokens of a sample, A aux layers, H hidden size. vLLM computed the states in bf16, batched and paged; the
+witness computes the same weights in float32, one sample at a time, so what is left between them is bf16's rounding.
+Measured on SmolLM2-135M: 0.029 at most; the layer before or after is 0.14 away at least, the normed state 0.95.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle3.problems import InvalidInput, Problem, invalid
+from eagle3.states.hidden_states import SampleStates, Shard, map_shard
+
+# Relative error of a layer's states: the norm of the difference over the norm of the witness, over all tokens of a
+# sample but the first, whose state is often a hundred times as large as all others and would hide them.
+# Rounding adds up over the layers, and deep models change little from one layer to the next: so a state must also be
+# nearer to its own layer than to the neighbours.
+BOUNDS = {"bfloat16": 0.08}
+BYTES_PER_WEIGHT = 4
+WITNESS = "transformers, float32"
+
+
+def first_samples(folder: Path, shards: Sequence[Shard], count: int) -> list[SampleStates]:
+    """The first samples of the shards in `folder`, in order of id; ids are digests, so this is a random choice."""
+    return list(islice((one for shard in shards for one in _samples_of(folder, shard)), count))
+
+
+def _samples_of(folder: Path, shard: Shard) -> Iterator[SampleStates]:
+    tensors = map_shard(folder / shard.name)
+    for sample, (begin, end) in zip(shard.samples, pairwise(shard.offsets), strict=True):
+        rows = (tensors[name][begin:end] for name in ("hidden_states", "input_ids", "loss_mask"))
+        yield SampleStates(sample.sample_id, sample.split, sample.num_prompt, *rows)
+
+
+def check_parity(
+    verifier: Path, samples: Sequence[SampleStates], layer_ids: Sequence[int], dtype: str, trust_remote_code: bool
+) -> dict[int, float]:
+    """layer id -> the largest relative error over `samples`; `InvalidInput` where a state is not that of its layer.
+
+    layer_ids: those of the slices, n last. dtype: that of the stored states.
+    """
+    model = _witness(verifier, trust_remote_code)
+    worst = dict.fromkeys(layer_ids, 0.0)
+    problems: list[Problem] = []
+    for sample in samples:
+        witness = witness_states(model, sample.input_ids_T, _with_neighbours(layer_ids))
+        for index, layer_id in enumerate(layer_ids):
+            stored_TH = sample.hidden_TAH[:, index]
+            errors = {near: relative_error(stored_TH, witness[near]) for near in _near(layer_id, layer_ids[-1])}
+            nearest = min(errors, key=lambda near: (errors[near], near != layer_id))
+            worst[layer_id] = max(worst[layer_id], errors[layer_id])
+            if nearest != layer_id or not errors[layer_id] <= BOUNDS[dtype]:
+                problems.append(_no_parity(sample.sample_id, layer_id, errors[layer_id], nearest, dtype))
+    if problems:
+        raise InvalidInput(*problems)
+    return worst
+
+
+def _no_parity(sample_id: str, layer_id: int, error: float, nearest: int, dtype: str) -> Problem:
+    closer = f"; nearer to layer id {nearest}" if nearest != layer_id else ""
+    return Problem(
+        "states-without-parity",
+        f"extract: sample {sample_id}, layer id {layer_id}",
+        f"a relative error of {error:.3f} against a transformers forward of the same verifier{closer}",
+        f"at most {BOUNDS[dtype]} (rounding of {dtype}), and no other layer nearer",
+        "vLLM and transformers do not compute the same: compare their answers with this verifier; to go on without the "
+        "witness, dvc exp run -S extract.parity_samples=0",
+        "a draft trained on states of another layer, norm or model is accepted rarely, without an error",
+    )
+
+
+def _near(layer_id: int, num_layers: int) -> list[int]:
+    return [near for near in (layer_id - 1, layer_id, layer_id + 1) if 0 <= near <= num_layers]
+
+
+def _with_neighbours(layer_ids: Sequence[int]) -> list[int]:
+    return sorted({near for layer_id in layer_ids for near in _near(layer_id, layer_ids[-1])})
+
+
+def relative_error(stored_TH: torch.Tensor, witness_TH: torch.Tensor) -> float:
+    """Norm of the difference over that of the witness; the first token counts only where it is the only one."""
+    begin = 1 if len(stored_TH) > 1 else 0
+    stored_TH, witness_TH = stored_TH[begin:].float(), witness_TH[begin:].float()
+    return float((stored_TH - witness_TH).norm() / witness_TH.norm())
+
+
+@torch.inference_mode()
+def witness_states(model: nn.Module, input_ids_T: torch.Tensor, layer_ids: Sequence[int]) -> dict[int, torch.Tensor]:
+    """layer id k -> what enters decoder layer k, float32 [T, H]; for n, what enters the final norm."""
+    layers, norm = _decoder(model)
+    entered: dict[int, torch.Tensor] = {}
+    places = {layer_id: norm if layer_id == len(layers) else layers[layer_id] for layer_id in layer_ids}
+    with _entering(places, entered):
+        model(input_ids=input_ids_T.long()[None], use_cache=False)
+    return {layer_id: states_1TH[0] for layer_id, states_1TH in entered.items()}
+
+
+@contextmanager
+def _entering(places: dict[int, nn.Module], entered: dict[int, torch.Tensor]) -> Iterator[None]:
+    def keep(layer_id: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entered[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(keep(layer_id), with_kwargs=True) for layer_id, module in places.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _decoder(model: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
+    """The decoder layers of the language model and its final norm, which multimodal models nest."""
+    found = [
+        (module.layers, module.norm)
+        for module in model.modules()
+        if isinstance(getattr(module, "layers", None), nn.ModuleList)
+        and isinstance(getattr(module, "norm", None), nn.Module)
+    ]
+    if len(found) != 1:
+        raise invalid(
+            "no-witness",
+            "extract.parity_samples",
+            f"{len(found)} stacks of layers with a final norm in {type(model).__name__}",
+            "one, that of the language model",
+            "dvc exp run -S extract.parity_samples=0 (the check of answered tokens still runs)",
+        )
+    return found[0]
+
+
+def _witness(verifier: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    weights = sum(path.stat().st_size for path in verifier.glob("*.safetensors"))
+    needed, free = weights // 2 * BYTES_PER_WEIGHT, _available_memory()
+    if needed > free:
+        raise invalid(
+            "no-witness",
+            "extract.parity_samples",
+            f"{free / 1e9:.1f} GB of memory available",
+            f"{needed / 1e9:.1f} GB for the verifier in float32",
+            "dvc exp run -S extract.parity_samples=0 (the check of answered tokens still runs)",
+        )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            verifier, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
+        ).eval()
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise invalid(
+            "no-witness",
+            "extract.parity_samples",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:600]}",
+            "a verifier that transformers loads as a causal language model",
+            "dvc exp run -S extract.parity_samples=0 (the check of answered tokens still runs)",
+        ) from error
+
+
+def _available_memory() -> int:
+    """Linux' own estimate: free pages, and cached ones that can be dropped."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
