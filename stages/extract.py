@@ -15,8 +15,8 @@ from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
 from eagle3.states.hidden_states import STORE_DTYPE, plan_shards
-from eagle3.states.witness import WITNESS, check_parity, first_samples
 from eagle3.states.shard_file import check_sizes, clean_scratch, require_space
+from eagle3.states.witness import WITNESS, check_parity, first_samples
 from eagle3.verifiers.verifier import require_window, resolve_verifier
 
 SAMPLES = Path("data/samples")
