@@ -53,7 +53,7 @@ def parquet_rows(path: Path) -> Iterator[RawRow]:
 
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
             for batch in file.iter_batches(BATCH_ROWS):
                 for index in range(batch.num_rows):
                     number += 1

@@ -179,9 +179,10 @@ def _batches(folder: Path, columns: list[str] | None = None) -> Iterator[pa.Reco
     """The file as it lies, a row group's batch at a time; `InvalidInput` for one that is not ours."""
     path = folder / FILE
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
             if not file.schema_arrow.equals(SCHEMA):
                 raise _unusable(path, " ".join(f"{field.name}:{field.type}" for field in file.schema_arrow))
+            # pyarrow 26 would buffer the columns of every row group at once (pre_buffer)
             yield from file.iter_batches(READ_ROWS, columns=columns)
     except FileNotFoundError:
         raise _unusable(path, "no such file") from None
