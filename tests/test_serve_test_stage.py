@@ -79,7 +79,8 @@ def write_inputs(folder: Path) -> None:
     os.chdir(folder)
     identity = resolve_verifier(VerifierParams("verifier", None, None, False)).identity()
     values = json.loads(json.dumps({name: dict(params[name]) for name in ("verifier", "sample")}))
-    rows = write_samples(folder / "data/samples", [sample(number, prompt) for number, prompt in enumerate(PROMPTS)])
+    rows = [sample(number, prompt) for number, prompt in enumerate(PROMPTS)]
+    write_samples(folder / "data/samples", rows)
     counts = {"train": 0, "val": 0, "eval": len(rows), "tokens": 1, "supervised_tokens": 1}
     samples = write_manifest(
         folder / "data/samples",
@@ -96,8 +97,8 @@ def write_inputs(folder: Path) -> None:
         Manifest("flatten", {}, {"checkpoints": checkpoints.as_dict()}, identity, decisions={"epoch": 0}),
     )
     (folder / "data/questions").mkdir()
-    rows = [{"turns": ["Hello there", "And again"], "category": "greeting"}, {"turns": ["word " * 200]}]
-    (folder / "data/questions/two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [{"turns": ["Hello there", "And again"], "category": "greeting"}, {"turns": ["word " * 200]}]
+    (folder / "data/questions/two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     for command in (["init", "-q"], ["add", "data/questions/two.jsonl"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
     report = {"epochs": {"epoch_0": {"verdict": "ok", "problems": []}}, "errors": 0, "warnings": 0}
