@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -31,7 +31,7 @@ def run(command: Sequence[str], allowed: Sequence[int] = (0,)) -> Run:
     return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
-def medians(commands: dict[str, Sequence[str]], times: int, allowed: Sequence[int] = (0,)) -> dict[str, Run]:
+def medians(commands: Mapping[str, Sequence[str]], times: int, allowed: Sequence[int] = (0,)) -> dict[str, Run]:
     """Each command `times` times, in turn, so that what else the machine does meets all of them alike."""
     runs: dict[str, list[Run]] = {name: [] for name in commands}
     for _ in range(times):
