@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.kimi_draft import KIMI, draft_weights, write_draft
 from benchmarks.processes import medians
@@ -31,7 +32,7 @@ def fill(path: Path) -> int:
     """Ordinary values in every float tensor, an ascending map, its mask; the size of the file."""
     import numpy as np
 
-    ids = np.arange(KIMI["draft_vocab_size"]) * 5
+    ids: Any = np.arange(KIMI["draft_vocab_size"]) * 5
     block = np.random.default_rng(0).standard_normal(BLOCK // 2).astype(np.float32).view(np.uint32) >> 16
     data = block.astype(np.uint16).tobytes()
     with open(path, "r+b") as file:
