@@ -44,8 +44,8 @@ def finished(tmp_path_factory, origin):
     (folder / "machine.yaml").write_text("cpu_threads: 1\n")
     # the stand-in of sample reads no sources; here it refuses them as the stage does
     sample, head = folder / "stages/sample.py", "def run(stage: Stage) -> None:\n"
-    refusal = "    read_sources(stage.params.sample.sources)\n"
-    text = f"from eagle3.sampling.conversation_sources import read_sources\n{sample.read_text()}"
+    refusal = "    Sources(stage.params.sample.sources)\n"
+    text = f"from eagle3.sampling.conversation_sources import Sources\n{sample.read_text()}"
     sample.write_text(text.replace(head, head + refusal))
     run(folder, "dvc", "remote", "modify", "storage", "url", str(origin / "store"))
     run(folder, "dvc", "repro", "-q")

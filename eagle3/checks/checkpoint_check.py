@@ -19,6 +19,7 @@ from eagle3.checks.sglang_tensor_rules import SGLANG_TENSOR_RULES
 from eagle3.checks.sglang_tensors import shares_embedding
 from eagle3.checks.simulated_load import SimulatedLoad, simulate_load
 from eagle3.checks.tensor_rules import TENSOR_RULES
+from eagle3.checks.tokenizer_agreement import compare_tokenizers
 from eagle3.formats.checkpoint_files import CheckpointTensors, read_checkpoint_tensors
 from eagle3.formats.config_formats import canonical
 from eagle3.formats.json_files import read_json_object
@@ -53,8 +54,8 @@ def check_checkpoint(
 ) -> tuple[Verdict, SimulatedLoad | None]:
     """The config's rules (unless switched off), their agreement with the tensors, the simulated load; `values`: numpy.
 
-    `engine` is a key of SERVERS. With `values` and a `verifier_folder` that holds weights, head and embedding are
-    compared with the verifier's.
+    `engine` is a key of SERVERS. With a `verifier_folder` the tokenizers are compared where both have one, with `values`
+    also head and embedding, where it holds weights.
 
     A folder may hold a config alone: then the rest is among `not_checked`. `InvalidInput` only for files that cannot
     be read at all.
@@ -85,6 +86,8 @@ def check_checkpoint(
         load = _load(given, tensors, vocab_size, verdict, engine)
     if engine == "sglang":
         _unknown_to_us(given, verdict, compared=values and verifier_folder is not None)
+    if verifier_folder and verifier_folder.is_dir():
+        compare_tokenizers(folder, verifier_folder, verdict)
     if values and tensors:
         _values(given, vocab_size, verifier_folder, verdict)
     verdict.problems = at_most(MANY, verdict.problems)
