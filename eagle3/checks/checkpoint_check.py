@@ -54,7 +54,7 @@ def check_checkpoint(
 ) -> tuple[Verdict, SimulatedLoad | None]:
     """The config's rules (unless switched off), their agreement with the tensors, the simulated load; `values`: numpy.
 
-    `engine` is a key of SERVERS. With a `verifier_folder` the tokenizers are compared where both have one, with `values`
+    `engine` is a key of SERVERS. With a `verifier_folder` the tokenizers are compared if both have one; with `values`
     also head and embedding, where it holds weights.
 
     A folder may hold a config alone: then the rest is among `not_checked`. `InvalidInput` only for files that cannot
