@@ -25,6 +25,8 @@ SECTIONS: dict[str, list[str]] = {
     "vocab_map": ["vocab-map", *FROM_TRAIN],
     "draft": FROM_TRAIN,
     "train": WEIGHTS,
+    "train.epochs": FROM_TRAIN,  # another number of checkpoints is another number of configs
+    "train.checkpoints_per_epoch": FROM_TRAIN,
     "flatten.select": ["flatten", "serve-test"],
     "flatten.drop_embed_tokens": ["flatten", "simulate-weight-load", "serve-test"],
     "simulate_weight_load": ["simulate-weight-load", "serve-test"],

@@ -112,14 +112,15 @@ def run(stage: Stage) -> None:
     digest = sha256_of_json([stage.values, made])
     config = architecture(stage.values, made)
     folder = stage.out("data/checkpoints")
-    for epoch in range(stage.params.train.epochs):
+    checkpoints = range(stage.params.train.epochs * stage.params.train.checkpoints_per_epoch)
+    for epoch in checkpoints:
         write_nested(folder / f"epoch_{epoch}", config, fill=1 + int(digest[epoch : epoch + 2], 16) % 60)
         write_walks(folder / f"epoch_{epoch}", {"0003": [int(digest[epoch], 16) % 4]})
         pause()
     write_json(folder / "verifier_config.json", VERIFIER)
     length = Acceptance(100, (int(digest[:2], 16) % 50 + 40, 24, 13)).as_dict()
     walk = {split: {str(k): length for k in range(1, 9)} for split in ("val", "eval")}
-    epochs = [{"epoch": epoch, "walk": walk, "walk_without_loops": walk} for epoch in range(stage.params.train.epochs)]
+    epochs = [{"epoch": epoch, "walk": walk, "walk_without_loops": walk} for epoch in checkpoints]
     decisions = {"best_epoch": 0, "draft": VERIFIER, "epochs": epochs, "inputs": digest}
     engines = {"speculators": stage.params.engines.speculators}
     write_manifest(folder, Manifest("train", stage.values, made, VERIFIER_ID, engines, {}, decisions))
