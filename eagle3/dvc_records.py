@@ -10,7 +10,7 @@ import configparser
 import fnmatch
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,22 +120,38 @@ def restorable(stage: Json) -> Json | None:
 
 def was_seen(stage: Json, unrecorded: frozenset[str]) -> bool:
     """Whether a run is on record with these data and these parameters, those in `unrecorded` and the code aside."""
-    wanted = _told(stage, unrecorded)
-    head = f"cmd: {stage['cmd']}\n"
+
+    def told(record: Json) -> tuple[Json, Json]:
+        data = {dep["path"]: dep["md5"] for dep in record["deps"] if not dep["path"].endswith(".py")}
+        return data, {key: value for key, value in _values(record).items() if key not in unrecorded}
+
+    return _on_record(stage, told)
+
+
+def was_seen_but_for(stage: Json, unknown: Collection[str]) -> bool:
+    """Whether a run is on record with this code, these data and these parameters, whatever is in the deps `unknown`."""
+
+    def told(record: Json) -> tuple[Json, Json]:
+        return {dep["path"]: dep["md5"] for dep in record["deps"] if dep["path"] not in unknown}, _values(record)
+
+    return _on_record(stage, told)
+
+
+def _on_record(stage: Json, told: Callable[[Json], tuple[Json, Json]]) -> bool:
+    """Whether any run of the stage's command tells what `stage` does."""
+    wanted, head = told(stage), f"cmd: {stage['cmd']}\n"
     for path in (cache_folder() / "runs").glob("*/*/*"):
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
-            if text.startswith(head) and _told(parse_yaml(text, str(path)), unrecorded) == wanted:
+            if text.startswith(head) and told(parse_yaml(text, str(path))) == wanted:
                 return True
         except (InvalidInput, KeyError, TypeError, AttributeError):
             continue  # DVC passes a broken record over, too
     return False
 
 
-def _told(stage: Json, unrecorded: frozenset[str]) -> tuple[Json, Json]:
-    data = {dep["path"]: dep["md5"] for dep in stage["deps"] if not dep["path"].endswith(".py")}
-    values = dict(leaves(stage.get("params", {}).get("params.yaml", {})))
-    return data, {key: value for key, value in values.items() if key not in unrecorded}
+def _values(record: Json) -> Json:
+    return dict(leaves(record.get("params", {}).get("params.yaml", {})))
 
 
 def leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:

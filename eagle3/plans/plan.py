@@ -24,6 +24,7 @@ from eagle3.dvc_records import (
     read_dvcignore,
     restorable,
     was_seen,
+    was_seen_but_for,
 )
 from eagle3.formats.json_files import spelled
 from eagle3.yaml12 import read_yaml
@@ -119,7 +120,8 @@ def _plan_stage(name: str, graph: _Graph) -> StagePlan:
     if record and not unknown:
         graph.outs |= {out["path"]: Content(out["md5"]) for out in record["outs"]}
         return StagePlan(name, RESTORED, (*why, "the run cache has the result"))
-    if not why or record:
+    # another value of what is unknown may have been run before: DVC restores that
+    if not why or record or (unknown and complete and was_seen_but_for(assumed, unknown)):
         _forget(stage, graph, frozenset(), None)
         condition = f"if {' or '.join(unknown)} change{'' if len(unknown) > 1 else 's'}"
         return StagePlan(name, MAY_RUN, (condition, *why), size)
