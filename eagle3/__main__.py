@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle3.checks.config_check import Verdict
@@ -54,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle3", description="Judge, convert and describe EAGLE-3 drafts.")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for add in (_add_judges, _add_converters, _add_tellers, _add_pipeline):
+        add(commands)
+    return parser
+
+
+def _add_judges(commands: Any) -> None:
     judges = {
         "check": (check, "config rules, tensors and the simulated load of a checkpoint"),
         "validate-config": (validate_config, "the rules of the config alone"),
@@ -75,10 +81,24 @@ def _parser() -> argparse.ArgumentParser:
                 "--tensor-parallel-size", type=_positive, metavar="N", help="GPUs it will be divided among"
             )
             judge.add_argument("--fix", type=Path, metavar="OUT", help=text)
+
+
+def _add_converters(commands: Any) -> None:
     convert = commands.add_parser("flatten", help="speculators' format to the flat one, tensors byte for byte")
     convert.add_argument("source", type=Path, metavar="SRC")
     convert.add_argument("target", type=Path, metavar="DST")
     convert.set_defaults(run=flatten)
+    export_ = commands.add_parser("export", help="a draft in the form that another server or speculators reads")
+    export_.add_argument("source", type=Path, metavar="SRC", help="a draft in any form")
+    export_.add_argument("target", type=Path, metavar="DST", help="a new folder")
+    export_.add_argument("--engine", choices=FORMS, required=True, help="what is to read it")
+    export_.add_argument("--verifier", type=Path, metavar="DIR|config.json", help="the model that the draft is for")
+    export_.add_argument("--verifier-name", metavar="NAME", help="for speculators: the verifier's hub id or path")
+    export_.add_argument("--num-speculative-tokens", type=int, metavar="N", help="for speculators: tokens a round")
+    export_.set_defaults(run=export)
+
+
+def _add_tellers(commands: Any) -> None:
     tellers = {
         "inspect": (inspect, "one screen: what this checkpoint is"),
         "trace": (trace, "verify every digest of a release and print how it was made"),
@@ -88,14 +108,10 @@ def _parser() -> argparse.ArgumentParser:
         teller.add_argument("path", type=Path, metavar="DIR")
         teller.add_argument("--json", action="store_true", help="print one JSON object")
         teller.set_defaults(run=run)
-    export_ = commands.add_parser("export", help="a draft in the form that another server or speculators reads")
-    export_.add_argument("source", type=Path, metavar="SRC", help="a draft in any form")
-    export_.add_argument("target", type=Path, metavar="DST", help="a new folder")
-    export_.add_argument("--engine", choices=FORMS, required=True, help="what is to read it")
-    export_.add_argument("--verifier", type=Path, metavar="DIR|config.json", help="the model that the draft is for")
-    export_.add_argument("--verifier-name", metavar="NAME", help="for speculators: the verifier's hub id or path")
-    export_.add_argument("--num-speculative-tokens", type=int, metavar="N", help="for speculators: tokens a round")
-    export_.set_defaults(run=export)
+
+
+def _add_pipeline(commands: Any) -> None:
+    """What is asked inside a repository of the pipeline."""
     planning = commands.add_parser("plan", help="what dvc repro would run, restore or skip, why, and what it costs")
     planning.add_argument("-S", "--set-param", action="append", default=[], metavar="key=value", dest="settings")
     planning.add_argument("--json", action="store_true", help="print one JSON object")
@@ -114,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
     shown.set_defaults(run=show_sample)
     closing = commands.add_parser("summary", help="the closing table of the pipeline in this folder")
     closing.set_defaults(run=summary)
-    return parser
 
 
 def _positive(text: str) -> int:

@@ -22,7 +22,7 @@ from tests.code_deps import ROOT
 from tests.tiny import tiny_verifier
 from tests.training_inputs import AUX_LAYER_IDS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 DRAFT = read_params(ROOT / "params.yaml").draft
 K, T, H = 128, 96, 64
 WITH_OTHER_NORMS = replace(DRAFT, norm_before_residual=False, norm_before_fc=False, fc_norm=True, norm_output=False)
@@ -41,14 +41,6 @@ ARCHITECTURES = {
         },
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

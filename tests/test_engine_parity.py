@@ -30,7 +30,7 @@ from tests.code_deps import ROOT
 from tests.tiny import tiny_verifier
 from tests.training_inputs import States, random_states
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 DRAFT = read_params(ROOT / "params.yaml").draft
 K, STEPS = 64, 3
 H, NOISE = 256, 0.05
@@ -56,14 +56,6 @@ CASES = [(name, 3) for name in ARCHITECTURES] + [
     ("norm_before_fc, residual True, output True", 4),
     ("fc_norm, residual False, output False", 4),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

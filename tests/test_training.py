@@ -21,19 +21,10 @@ from tests.code_deps import ROOT
 from tests.tiny import tiny_verifier
 from tests.training_inputs import AUX_LAYER_IDS, write_hidden_states, write_vocab_map
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 PARAMS = read_params(ROOT / "params.yaml")
 TRAIN = replace(PARAMS.train, epochs=2, total_seq_len=128, learning_rate=3e-3)
 K, SEED = 128, 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Matrices this small gain nothing from a second thread, and lose much where another process wants the core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

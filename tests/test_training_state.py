@@ -22,18 +22,10 @@ from tests.code_deps import ROOT
 from tests.tiny import tiny_verifier
 from tests.training_inputs import AUX_LAYER_IDS, write_hidden_states, write_vocab_map
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 PARAMS = read_params(ROOT / "params.yaml")
 TRAIN = replace(PARAMS.train, epochs=3, total_seq_len=64, learning_rate=3e-3)
 SEED, K, ROWS = 0, 128, 8  # rows of the first epoch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
