@@ -19,6 +19,9 @@ export DVC_NO_ANALYTICS := 1
 export VLLM_NO_USAGE_STATS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Two test files at a time. Their OpenMP threads share the cores only if none of them spins while it waits.
+PYTEST := OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 python -m pytest -n 2 --dist loadfile
+
 repro: .venv/.installed ## run the pipeline (dvc repro), then print its summary
 	@$(RUN) dvc repro
 	@$(RUN) python -m eagle3 summary
@@ -27,10 +30,10 @@ compare: .venv/.installed ## print one table of all experiments
 	@$(RUN) python -m eagle3 compare
 
 test: .venv/.installed ## run the default tests
-	@$(RUN) python -m pytest -m "not long" $(PYTEST_ARGS)
+	@$(RUN) $(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 test-all: .venv/.installed ## run all tests, the long ones too
-	@$(RUN) python -m pytest $(PYTEST_ARGS)
+	@$(RUN) $(PYTEST) $(PYTEST_ARGS)
 
 lint: .venv/.installed ## check style, format and types
 	$(RUN) ruff check

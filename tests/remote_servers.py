@@ -35,22 +35,35 @@ def local_folder(folder: Path) -> Iterator[Remote]:
 
 
 @contextmanager
+def server_process(address: str, module: str, *options: str) -> Iterator[str]:
+    """The address that `python -m module` prints. In a process of its own: Flask's proxies, which moto leaves in
+    `sys.modules`, fail where vLLM's start looks through all modules.
+    """
+    command = [sys.executable, "-u", "-m", module, *options]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        said = iter(server.stdout.readline, "")
+        found = next((match for line in said if (match := re.search(address, line))), None)
+        assert found, f"{module} did not say its address"
+        threading.Thread(target=server.stdout.read, daemon=True).start()
+        yield found[1]
+    finally:
+        server.kill()
+        server.wait()
+
+
+@contextmanager
 def s3_server(folder: Path) -> Iterator[Remote]:
     import boto3
-    from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(ip_address=HOST, port=0, verbose=False)
-    server.start()
-    try:
-        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    with server_process(r"Running on (http://\S+)", "moto.server", "-H", HOST, "-p", "0") as endpoint:
         names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
         client = boto3.client(
             "s3", endpoint_url=endpoint, aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"
         )
         client.create_bucket(Bucket=BUCKET)
         yield Remote(f"s3://{BUCKET}/eagle3", {"endpointurl": endpoint}, names)
-    finally:
-        server.stop()
 
 
 @contextmanager
@@ -99,20 +112,9 @@ def ssh_server(folder: Path) -> Iterator[Remote]:
 def http_server(folder: Path) -> Iterator[Remote]:
     """Read only: `folder/store` is filled by other means."""
     (folder / "store").mkdir(parents=True)
-    server = subprocess.Popen(
-        [sys.executable, "-u", "-m", "http.server", "0", "--bind", HOST, "--directory", str(folder / "store")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        port = re.search(r"port (\d+)", server.stdout.readline())
-        assert port, "http.server says its port"
-        yield Remote(f"http://{HOST}:{port[1]}", objects=folder / "store")
-    finally:
-        server.kill()
-        server.wait()
+    options = ("0", "--bind", HOST, "--directory", str(folder / "store"))
+    with server_process(r"port (\d+)", "http.server", *options) as port:
+        yield Remote(f"http://{HOST}:{port}", objects=folder / "store")
 
 
 SERVERS = {"local": local_folder, "s3": s3_server, "ssh": ssh_server, "http": http_server}
