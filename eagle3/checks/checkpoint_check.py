@@ -14,9 +14,10 @@ from eagle3.checks.load_problems import MANY, common_prefix, load_problems, pref
 from eagle3.checks.quantisation_rules import QUANTISATION_RULES
 from eagle3.checks.servers import SERVERS
 from eagle3.checks.sglang_load import simulate_sglang_load, takes_prefix
-from eagle3.checks.sglang_rules import SGLANG_CONFIG_RULES, SGLANG_NESTED_RULES, dtype_of_the_draft
+from eagle3.checks.sglang_rules import SGLANG_CONFIG_RULES, SGLANG_NESTED_RULES
 from eagle3.checks.sglang_tensor_rules import SGLANG_TENSOR_RULES
 from eagle3.checks.sglang_tensors import shares_embedding
+from eagle3.checks.sglang_value_rules import dtype_of_the_draft
 from eagle3.checks.simulated_load import SimulatedLoad, simulate_load
 from eagle3.checks.tensor_rules import TENSOR_RULES
 from eagle3.checks.tokenizer_agreement import compare_tokenizers

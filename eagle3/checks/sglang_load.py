@@ -25,14 +25,14 @@ from eagle3.checks.simulated_load import (
     CUT,
     DROPPED_KNOWINGLY,
     DROPPED_SILENTLY,
-    FILLED,
-    FUSED,
     LOADED,
-    PARTLY,
     REFUSED,
-    ParameterState,
     SimulatedLoad,
     TensorFate,
+    filled_parts,
+    fused_on_disk,
+    into_part,
+    state_of,
 )
 from eagle3.formats.config_formats import canonical
 from eagle3.formats.safetensors_headers import TensorHeader
@@ -64,12 +64,8 @@ def simulate_sglang_load(
     whole |= {name: each for name, each in _mla_whole(parameters).items() if config.variant == "mla"}
     fates = tuple(_fate(tensor, config, parts, whole) for tensor in tensors.values())
     fates = tuple(map(_kept_back, fates)) if _one_latent_half(fates) else fates
-    filled: set[str] = set()
-    for fate in fates:
-        if fate.fate in (LOADED, FUSED, CUT):
-            key = _key(fate.tensor.name, config.variant)
-            filled |= {part.name for part in whole[key].parts} if key in whole else {key}
-    return SimulatedLoad(fates, tuple(_state(parameter, filled) for parameter in parameters))
+    filled = filled_parts(fates, lambda name: _key(name, config.variant), whole)
+    return SimulatedLoad(fates, tuple(state_of(parameter, filled) for parameter in parameters))
 
 
 def takes_prefix(prefix: str, names: Iterable[str]) -> bool:
@@ -128,16 +124,14 @@ def _fate(
     if name == "t2d" or name.endswith(".t2d") if mla else "t2d" in name:
         return TensorFate(tensor, DROPPED_KNOWINGLY, why="the server maps from draft to verifier only")
     if key in parts:
-        fate = _into(tensor, *parts[key])
+        fate = into_part(tensor, *parts[key], _other_shape)
         if fate.fate != REFUSED and key == "embed_tokens.weight" and shares_embedding(config):
             return TensorFate(tensor, DROPPED_KNOWINGLY, why="replaced by the verifier's embedding")
         if fate.fate != REFUSED and key == "lm_head.weight" and shares_head(config):
             return TensorFate(tensor, DROPPED_KNOWINGLY, why="replaced by the verifier's head")
         return fate
     if key in whole:
-        rows = sum(part.shape[0] for part in whole[key].parts)
-        together = Part(key, (rows, *whole[key].parts[0].shape[1:]))
-        return _into(tensor, Parameter(whole[key].name, (together,), CUTS_ROWS), together)
+        return into_part(tensor, *fused_on_disk(whole[key]), _other_shape)
     if "rotary_emb" in name:
         return TensorFate(tensor, DROPPED_KNOWINGLY, why="the server computes rotary tables itself")
     why = "no parameter has that name" + ("; one log line" if mla else "")
@@ -151,14 +145,6 @@ def _map_fate(tensor: TensorHeader, config: DraftConfig) -> TensorFate:
         return TensorFate(tensor, LOADED, HOT_TOKEN_ID, wanted)
     why = "takes the map as it is: its ids are not those of the head's rows, or the first look-up is out of range"
     return TensorFate(tensor, CUT, HOT_TOKEN_ID, wanted, why)
-
-
-def _into(tensor: TensorHeader, parameter: Parameter, part: Part) -> TensorFate:
-    fate = FUSED if len(parameter.parts) > 1 else LOADED
-    if tensor.shape == part.shape:
-        return TensorFate(tensor, fate, parameter.name, part.shape)
-    taken, why = _other_shape(tensor.shape, part.shape, parameter.loader)
-    return TensorFate(tensor, CUT if taken else REFUSED, parameter.name, part.shape, why)
 
 
 def _other_shape(found: tuple[int, ...], wanted: tuple[int, ...], loader: str) -> tuple[bool, str]:
@@ -177,12 +163,3 @@ def _other_shape(found: tuple[int, ...], wanted: tuple[int, ...], loader: str) -
         return True, PADDED
     assert loader in (CUTS_ROWS, CUTS_COLUMNS)
     return False, "RuntimeError: start + length exceeds dimension size"
-
-
-def _state(parameter: Parameter, filled: set[str]) -> ParameterState:
-    missing = tuple(part for part in parameter.parts if part.name not in filled)
-    if not missing:
-        return ParameterState(parameter, FILLED)
-    if len(missing) < len(parameter.parts):
-        return ParameterState(parameter, PARTLY, missing)
-    return ParameterState(parameter, parameter.absent, missing)

@@ -8,8 +8,8 @@ nothing filled never runs for a draft: both directions are looked at here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from eagle3.checks.draft_config import DraftConfig
 from eagle3.checks.expected_tensors import (
@@ -46,6 +46,10 @@ STACKED = {
     ".kv_a_proj_with_mqa": ".fused_qkv_a_proj",
 }
 ROTARY = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+# Shapes found and wanted, and how the parameter is loaded -> whether the server takes the tensor, and what it does.
+OtherShape = Callable[[tuple[int, ...], tuple[int, ...], str], tuple[bool, str]]
 
 
 @dataclass(frozen=True)
@@ -95,27 +99,34 @@ def simulate_load(config: DraftConfig, tensors: Mapping[str, TensorHeader], veri
     parameters = expected_parameters(config, verifier_vocab_size)
     table = _Table(config, parameters, any("d2t" in name for name in tensors))
     fates = tuple(table.fate(tensor) for tensor in tensors.values())
-    filled: set[str] = set()
-    for fate in fates:
-        if fate.fate in (LOADED, FUSED, CUT):
-            key = canonical(fate.tensor.name)
-            whole = table.whole.get(key)
-            filled |= {part.name for part in whole.parts} if whole else {key}
+    filled = filled_parts(fates, canonical, table.whole)
     owned = {part for part in ("embed_tokens", "lm_head") if any(part in fate.tensor.name for fate in fates)}
     states = tuple(_state(parameter, filled, owned) for parameter in parameters)
     return SimulatedLoad(fates, states)
 
 
-def _state(parameter: Parameter, filled: set[str], owned: set[str]) -> ParameterState:
+def filled_parts(fates: Iterable[TensorFate], key_of: Callable[[str], str], whole: Mapping[str, Parameter]) -> set[str]:
+    """The names of the parts that tensors fill.
+
+    key_of: the name under which the class looks a tensor up; whole: the parameters whose parts may come fused.
+    """
+    keys = {key_of(fate.tensor.name) for fate in fates if fate.fate in (LOADED, FUSED, CUT)}
+    return {part for key in keys for part in ([each.name for each in whole[key].parts] if key in whole else [key])}
+
+
+def state_of(parameter: Parameter, filled: set[str]) -> ParameterState:
     missing = tuple(part for part in parameter.parts if part.name not in filled)
     if not missing:
         return ParameterState(parameter, FILLED)
-    if len(missing) < len(parameter.parts):
-        return ParameterState(parameter, PARTLY, missing)
+    return ParameterState(parameter, PARTLY if len(missing) < len(parameter.parts) else parameter.absent, missing)
+
+
+def _state(parameter: Parameter, filled: set[str], owned: set[str]) -> ParameterState:
+    state = state_of(parameter, filled)
     # process_eagle_weight: any tensor with the word in its name makes the draft keep its own.
-    if parameter.absent == SHARED and any(word in parameter.name for word in owned):
-        return ParameterState(parameter, UNINITIALISED, missing)
-    return ParameterState(parameter, parameter.absent, missing)
+    if state.state == SHARED and any(word in parameter.name for word in owned):
+        return replace(state, state=UNINITIALISED)
+    return state
 
 
 class _Table:
@@ -147,9 +158,9 @@ class _Table:
                 return TensorFate(tensor, DROPPED_SILENTLY, why=f"the config makes load_weights skip {part}*")
         key = canonical(name)
         if key in self.parts and ("lm_head" not in name or key == "lm_head.weight"):
-            return _into_part(tensor, *self.parts[key])
+            return into_part(tensor, *self.parts[key], _other_shape)
         if key in self.whole:
-            return _into_whole(tensor, self.whole[key])
+            return into_part(tensor, *fused_on_disk(self.whole[key]), _other_shape)
         return self._unknown(tensor, key)
 
     def _unknown(self, tensor: TensorHeader, key: str) -> TensorFate:
@@ -161,22 +172,20 @@ class _Table:
         return TensorFate(tensor, REFUSED, why="ValueError, there is no module or parameter of that name", unknown=True)
 
 
-def _into_part(tensor: TensorHeader, parameter: Parameter, part: Part) -> TensorFate:
+def into_part(tensor: TensorHeader, parameter: Parameter, part: Part, other_shape: OtherShape) -> TensorFate:
+    """A tensor that is a parameter or a part of a fused one."""
     fate = FUSED if len(parameter.parts) > 1 else LOADED
     if tensor.shape == part.shape:
         return TensorFate(tensor, fate, parameter.name, part.shape)
-    cut, why = _other_shape(tensor.shape, part.shape, parameter.loader)
-    return TensorFate(tensor, CUT if cut else REFUSED, parameter.name, part.shape, why)
+    taken, why = other_shape(tensor.shape, part.shape, parameter.loader)
+    return TensorFate(tensor, CUT if taken else REFUSED, parameter.name, part.shape, why)
 
 
-def _into_whole(tensor: TensorHeader, parameter: Parameter) -> TensorFate:
-    """A tensor that is fused on disk already (linear.py, _load_fused_module_from_checkpoint)."""
+def fused_on_disk(parameter: Parameter) -> tuple[Parameter, Part]:
+    """The parameter as one part, for a tensor that is fused already (linear.py, _load_fused_module_from_checkpoint)."""
     rows = sum(part.shape[0] for part in parameter.parts)
-    shape = (rows, *parameter.parts[0].shape[1:])
-    if tensor.shape == shape:
-        return TensorFate(tensor, LOADED, parameter.name, shape)
-    cut, why = _other_shape(tensor.shape, shape, CUTS_ROWS)
-    return TensorFate(tensor, CUT if cut else REFUSED, parameter.name, shape, why)
+    together = Part(parameter.name, (rows, *parameter.parts[0].shape[1:]))
+    return Parameter(parameter.name, (together,), CUTS_ROWS), together
 
 
 def _other_shape(found: tuple[int, ...], wanted: tuple[int, ...], loader: str) -> tuple[bool, str]:
