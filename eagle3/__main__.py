@@ -241,13 +241,20 @@ def export(given: argparse.Namespace) -> int:
 
 def plan(given: argparse.Namespace) -> int:
     from eagle3.params import PARAMS_FILE
+    from eagle3.plans.lock_faults import lock_faults
     from eagle3.plans.overrides import override
     from eagle3.plans.plan import plan as planned
     from eagle3.plans.plan_table import plan_rows, plan_table
+    from eagle3.problems import format_problems, has_errors
     from eagle3.yaml12 import read_yaml
 
     if not Path("dvc.yaml").is_file():
         return _wrong_call("no dvc.yaml here: run it in the root of the repository")
+    faults = list(lock_faults())
+    if faults:
+        print(format_problems(faults), file=sys.stderr)
+    if has_errors(faults):
+        return ERRORS
     rows = plan_rows(planned(override(read_yaml(PARAMS_FILE), given.settings)))
     if given.json:
         _print_json(rows)

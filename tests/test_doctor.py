@@ -103,7 +103,7 @@ def test_a_weak_processor_and_little_memory(here, monkeypatch):
 
 def test_what_a_full_disk_and_an_open_file_of_secrets_leave(here):
     (here / "dvc.lock").write_text("")
-    assert codes() == {"empty-lock"}
+    assert codes() == {"cut-lock"}
     (here / "dvc.lock").unlink()
     local = here / ".dvc/config.local"
     local.write_text("['remote \"storage\"']\n    secret_access_key = abc\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 from eagle3.engines import installed_version
 from eagle3.machine import Machine, read_machine
 from eagle3.params import read_params
+from eagle3.plans.lock_faults import lock_faults
 from eagle3.problems import InvalidInput, Problem
 
 LOCKS = {"cpu": Path("requirements/cpu.lock"), "cuda": Path("requirements/cuda.lock")}
@@ -148,9 +149,7 @@ def _repository() -> Iterator[Problem]:
     if not Path("dvc.yaml").is_file() or not Path(".dvc").is_dir():
         yield Problem("no-repository", str(Path.cwd()), "no dvc.yaml or no .dvc", "the root of a clone", "cd there")
         return
-    if Path("dvc.lock").is_file() and Path("dvc.lock").stat().st_size == 0:
-        fix = "git checkout dvc.lock"
-        yield Problem("empty-lock", "dvc.lock", "0 bytes, as a full disk leaves it", "DVC's record", fix)
+    yield from lock_faults()
     if Path("data").is_dir() and Path("data").stat().st_dev != Path(".dvc").stat().st_dev:
         fix = "dvc config --local cache.dir PATH   (on the file system of data/)"
         yield Problem(

@@ -133,7 +133,7 @@ def shortages(needs: list[Need], free: int, memory: int) -> Iterator[Problem]:
             f"{free:,} bytes free",
             f"{int(disk * 1.1):,} bytes: the outputs and a tenth more",
             "make room (dvc gc -w -a -T --all-experiments), lower sample.max_train, or work on another disk",
-            "a full disk fails the stage, and DVC 3.67 can then cut dvc.lock to nothing (git checkout dvc.lock)",
+            "a full disk fails the stage, and DVC 3.67 can then cut dvc.lock to nothing (eagle3 doctor tells)",
         )
     for need in needs:
         if need.memory > memory:
