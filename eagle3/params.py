@@ -154,6 +154,7 @@ class ExtractParams:
         type="list", minlength=1, schema={"type": "integer", "min": 0}, check_with="ascending"
     )
     samples_per_shard: int = integer(1)
+    store_dtype: str = choice("bfloat16", "fp8")
     parity_samples: int = integer(0, 10_000)
 
 

@@ -14,8 +14,9 @@ from eagle3.problems import InvalidInput
 from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
-from eagle3.states.hidden_states import STORE_DTYPE, plan_shards
+from eagle3.states.hidden_states import plan_shards, store_errors
 from eagle3.states.shard_file import check_sizes, clean_scratch, require_space
+from eagle3.states.store_dtypes import FP8
 from eagle3.states.witness import WITNESS, check_parity, first_samples
 from eagle3.verifiers.verifier import require_window, resolve_verifier
 
@@ -35,7 +36,8 @@ def run(stage: Stage) -> None:
     num_layers, hidden_size = (verifier.text_config[key] for key in ("num_hidden_layers", "hidden_size"))
     layer_ids = stored_layer_ids(params.aux_layer_ids, num_layers)
     origin = {"verifier": verifier.sha256, "layer_ids": layer_ids, **engines}
-    shards = plan_shards(samples, origin, params.samples_per_shard, len(layer_ids), hidden_size)
+    sizes = len(layer_ids), hidden_size
+    shards = plan_shards(samples, origin, params.samples_per_shard, *sizes, params.store_dtype)
 
     home, folder = stage.shared_scratch, stage.out("data/hidden_states")
     folder.mkdir(parents=True)
@@ -52,7 +54,7 @@ def run(stage: Stage) -> None:
         stage.figures["tokens_per_second"] = done.tokens_per_second
         stage.figures["bytes_written"] = sum(shard.num_bytes for shard in missing)
     if witnessed := first_samples(home, shards, params.parity_samples):
-        errors = check_parity(verifier.path, witnessed, layer_ids, STORE_DTYPE, trust_remote_code)
+        errors = check_parity(verifier.path, witnessed, layer_ids, params.store_dtype, trust_remote_code)
         stage.figures["parity_error"] = round(max(errors.values()), 6)
         said = ", ".join(f"{error:.4f} at layer id {layer_id}" for layer_id, error in errors.items())
         print(f"extract: relative error of {len(witnessed)} samples against transformers: {said}", flush=True)
@@ -60,7 +62,9 @@ def run(stage: Stage) -> None:
         link_or_copy(home / shard.name, folder / shard.name)
 
     decisions = {"aux_layer_ids": params.aux_layer_ids, "hidden_size": hidden_size}
-    decisions |= {"num_hidden_layers": num_layers, "dtype": STORE_DTYPE}
+    decisions |= {"num_hidden_layers": num_layers, "dtype": params.store_dtype}
+    if params.store_dtype == FP8:
+        decisions["relative_error"] = store_errors(home, shards, layer_ids)
     decisions["parity"] = {"samples": len(witnessed), "witness": WITNESS if witnessed else "off"}
     counts = {"samples": len(samples), "tokens": sum(shard.num_tokens for shard in shards), "shards": len(shards)}
     inputs = {"samples": made.as_dict()}

@@ -40,6 +40,8 @@ def test_hidden_states_of_kimi_are_57344_bytes_a_token(tmp_path, monkeypatch):
     (tmp_path / ".dvc/tmp/eagle3/runs.jsonl").write_text(json.dumps(run) + "\n")
     extract = estimate(params, VERIFIERS / "kimi-k2.5.json")[0]
     assert (extract.disk, extract.seconds) == (57_344_000, 2.0)
+    half = replace(params, extract=replace(params.extract, store_dtype="fp8"))
+    assert estimate(half, VERIFIERS / "kimi-k2.5.json")[0].disk == 1000 * 4 * (7168 + 4)
 
 
 def test_too_little_disk_is_an_error_and_too_little_memory_a_warning():

@@ -184,6 +184,25 @@ def test_other_layers_reuse_no_shard(finished, copy):
 
 
 @pytest.mark.engine
+def test_fp8_halves_the_states_and_the_manifest_tells_its_error(finished, copy):
+    """The shards are checked against the answers and against the witness like those of bf16."""
+    set_params(copy, extract={"store_dtype": "fp8"})
+    assert f"({len(shards_of(finished[0]))} made now" in run_stage(copy)
+    decisions = read_manifest(copy / "data" / "hidden_states", "extract").decisions
+    assert decisions["dtype"] == "fp8"
+    told = decisions["relative_error"]
+    assert list(told) == ["1", "3", "5", "6"]
+    old, new = (HiddenStates(each / "data" / "hidden_states") for each in (finished[0], copy))
+    assert old.sample_ids == new.sample_ids
+    before, after = (torch.cat([one.get(name).hidden_TAH[1:] for name in one.sample_ids]).float() for one in (old, new))
+    errors = ((after - before).norm(dim=(0, 2)) / before.norm(dim=(0, 2))).tolist()
+    assert list(told.values()) == [pytest.approx(error, abs=1e-4) for error in errors]
+    assert 0.01 < min(errors) < max(errors) < 0.04
+    assert new.get(new.sample_ids[0]).stored_TAH.element_size() == 1
+    assert not set(bytes_of(copy)) & set(bytes_of(finished[0])) - {"manifest.json"}
+
+
+@pytest.mark.engine
 def test_states_that_do_not_give_the_answers_fail_the_stage_and_leave_the_output(finished, copy):
     """The answers of the file are made up: no greedy verifier said them."""
     kept = bytes_of(copy)

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from eagle3.formats.safetensors_headers import read_header
 from eagle3.manifests import Manifest, write_manifest
 from eagle3.problems import InvalidInput
-from eagle3.states.hidden_states import HiddenStates, ids_as_bytes, plan_shards
+from eagle3.states.fp8 import dequantise, quantise
+from eagle3.states.hidden_states import HiddenStates, ids_as_bytes, plan_shards, store_errors
 from eagle3.states.shard_file import (
     LOW_WATER_BYTES,
     ShardFile,
@@ -47,8 +48,9 @@ class Stored:
 A, B, C = Stored("a"), Stored("b", "val", 2, (8, 9), (False, True)), Stored("c", "eval", 1, (4,), (True,))
 
 
-def plan(*samples, origin=ORIGIN, samples_per_shard=10**18):
-    return plan_shards(samples, origin, samples_per_shard, num_states=3, hidden_size=4)
+def plan(*samples, origin=ORIGIN, samples_per_shard=10**18, store_dtype="bfloat16"):
+    sizes = {"num_states": 3, "hidden_size": 4}
+    return plan_shards(samples, origin, samples_per_shard, **sizes, store_dtype=store_dtype)
 
 
 def states_of(sample):
@@ -62,8 +64,10 @@ def fill(folder, shard):
     with ShardFile(folder / shard.name, shard) as file:
         fd = os.open(file.path, os.O_WRONLY)
         for index, sample in enumerate(shard.samples):
-            states_at, ids_at = file.place_of(index)
-            write_at(fd, states_of(sample).view(torch.uint8).numpy().tobytes(), states_at)
+            *states_at, ids_at = file.place_of(index)
+            states = states_of(sample)
+            for part, at in zip(quantise(states) if len(states_at) > 1 else [states], states_at, strict=True):
+                write_at(fd, part.view(torch.uint8).numpy().tobytes(), at)
             write_at(fd, ids_as_bytes(sample.input_ids), ids_at)
         os.close(fd)
         assert file.missing(range(len(shard.samples))) == []
@@ -84,6 +88,48 @@ def test_a_sample_is_read_as_it_was_written(tmp_path):
     assert read.hidden_TAH.equal(states_of(B))
     assert read.input_ids_T.tolist() == [8, 9]
     assert read.loss_mask_T.tolist() == [False, True]
+
+
+def test_a_sample_stored_as_fp8_is_read_as_bf16_with_the_error_that_the_shards_tell(tmp_path):
+    shards = plan(A, B, C, store_dtype="fp8")
+    states = store(tmp_path, *shards)
+    read = states.get("b")
+    assert (read.stored_TAH.dtype, read.hidden_TAH.dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+    assert read.hidden_TAH.equal(dequantise(*quantise(states_of(B))[:2]))
+    assert read.input_ids_T.tolist() == [8, 9]
+    kept = [one.sample_id for one in (A, B, C)]
+    found, written = (
+        torch.cat([one[1:] if len(one) > 1 else one for one in each]).float()
+        for each in ([states.get(name).hidden_TAH for name in kept], [states_of(one) for one in (A, B, C)])
+    )
+    errors = (found - written).norm(dim=(0, 2)) / written.norm(dim=(0, 2))
+    assert list(store_errors(tmp_path, shards, [1, 3, 6]).items()) == [
+        (layer_id, pytest.approx(error, abs=1e-5))
+        for layer_id, error in zip(("1", "3", "6"), errors.tolist(), strict=True)
+    ]
+    assert 0 < errors.min() < errors.max() < 0.05
+
+
+def test_a_shard_of_fp8_takes_a_byte_a_number_and_is_aligned(tmp_path):
+    (shard,) = plan(A, B, C, store_dtype="fp8")
+    fill(tmp_path, shard)
+    assert shard.bytes_per_token == 3 * (4 + 4)
+    assert (tmp_path / shard.name).stat().st_size == shard.num_bytes
+    assert {name: (value.dtype, list(value.shape)) for name, value in load_file(tmp_path / shard.name).items()} == {
+        "offsets": (torch.int64, [4]),
+        "input_ids": (torch.int32, [6]),
+        "scales": (torch.float32, [6, 3]),
+        "squares": (torch.float32, [3, 3, 2]),
+        "hidden_states": (torch.float8_e4m3fn, [6, 3, 4]),
+        "loss_mask": (torch.bool, [6]),
+    }
+    sizes = {"I64": 8, "I32": 4, "F32": 4}
+    header = read_header(tmp_path / shard.name)
+    assert all(tensor.begin % sizes.get(tensor.dtype, 1) == 0 for tensor in header.tensors)
+
+
+def test_another_dtype_is_another_key():
+    assert plan(A)[0].key != plan(A, store_dtype="fp8")[0].key
 
 
 def test_samples_of_all_shards_are_listed_in_order(tmp_path):

@@ -19,7 +19,7 @@ from eagle3.states.hidden_states import HiddenStates
 from eagle3.verifiers.verifier import Verifier, resolve_verifier
 from tests.code_deps import ROOT
 from tests.tiny import tiny_verifier
-from tests.training_inputs import AUX_LAYER_IDS, write_hidden_states, write_vocab_map
+from tests.training_inputs import AUX_LAYER_IDS, store_as_fp8, write_hidden_states, write_vocab_map
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 PARAMS = read_params(ROOT / "params.yaml")
@@ -134,7 +134,11 @@ def test_every_trainer_setting_comes_from_the_parameters(tmp_path):
     assert trainer_config(replace(asked, muon_learning_rate=0.02), 40, tmp_path).muon_lr == 0.02
 
 
-def test_loss_falls_and_every_epoch_is_reported(model, data, tmp_path):
+@pytest.mark.parametrize("store_dtype", ["bfloat16", "fp8"])
+def test_loss_falls_and_every_epoch_is_reported(model, data, tmp_path, store_dtype):
+    if store_dtype == "fp8":
+        store_as_fp8(data / "hidden_states", tmp_path / "hidden_states")
+        data = tmp_path
     before = model.state_dict()["embed_tokens.weight"].clone()
     seen = []
     rows = rows_of(data, "train", SEED), rows_of(data, "val")

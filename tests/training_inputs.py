@@ -4,13 +4,16 @@ and a vocabulary map. The stages that make these at scale have tests of their ow
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from eagle3.manifests import Manifest, write_manifest
+from eagle3.formats.safetensors_headers import read_header
+from eagle3.manifests import Manifest, read_manifest, write_manifest
+from eagle3.states.fp8 import quantise
 from eagle3.states.hidden_states import SampleStates
 
 AUX_LAYER_IDS = [1, 3, 5]
@@ -65,6 +68,18 @@ def write_hidden_states(
     save_file(tensors, folder / "shard-0000000000000000.safetensors", metadata=metadata)
     decisions = {"aux_layer_ids": AUX_LAYER_IDS, "hidden_size": model.config.hidden_size, "dtype": "bfloat16"}
     write_manifest(folder, Manifest("extract", {}, {"samples": SAMPLES}, identity, decisions=decisions))
+
+
+def store_as_fp8(folder: Path, target: Path) -> None:
+    """The same samples, stored as `extract.store_dtype: fp8` stores them."""
+    target.mkdir(parents=True)
+    for path in folder.glob("shard-*"):
+        tensors = load_file(path)
+        parts = [quantise(states) for states in tensors["hidden_states"].split(tensors["offsets"].diff().tolist())]
+        stored, scales, squares = (list(each) for each in zip(*parts, strict=True))
+        tensors |= {"hidden_states": torch.cat(stored), "scales": torch.cat(scales), "squares": torch.stack(squares)}
+        save_file(tensors, target / path.name, metadata=read_header(path).metadata)
+    write_manifest(target, replace(read_manifest(folder, "extract"), files={}))
 
 
 def _greedy(model: Any, length: int, count: int, new_tokens: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from eagle3.formats.json_files import printable, read_json_object
 from eagle3.params import Params
 from eagle3.problems import Problem, invalid
 from eagle3.stage_guard import scratch_home
+from eagle3.states.store_dtypes import bytes_per_token
 from eagle3.verifiers.verifier_config import parse_verifier_config
 
 BF16, FLOAT32 = 2, 4
@@ -48,14 +49,14 @@ def estimate(params: Params, verifier: Path | None) -> list[Need]:
     config = _verifier_config(params, verifier)
     tokens, known = _tokens(params)
     ids = params.extract.aux_layer_ids
-    states = tokens * (len(ids) + 1) * config["hidden_size"] * BF16
+    per_token = bytes_per_token(params.extract.store_dtype, len(ids) + 1, config["hidden_size"])
     rates = last_runs(scratch_home() / "runs.jsonl")
     counted = "in data/samples" if known else "at most"
-    how = f"{tokens:,} tokens {counted} x {len(ids) + 1} states x {config['hidden_size']} x 2"
+    how = f"{tokens:,} tokens {counted} x {per_token:,} bytes: {len(ids) + 1} states of {config['hidden_size']} {params.extract.store_dtype} numbers"
     trained, frozen = _draft_weights(params, config)
     passes = tokens * params.train.epochs
     return [
-        Need("extract", states, 0, _seconds(tokens, rates.get("extract")), how),
+        Need("extract", tokens * per_token, 0, _seconds(tokens, rates.get("extract")), how),
         Need(
             "train",
             (frozen + trained * params.train.epochs) * BF16,

@@ -22,7 +22,7 @@ from eagle3.layer_ids import aux_layer_id_problems
 from eagle3.machine import Machine
 from eagle3.manifests import Manifest
 from eagle3.problems import InvalidInput, Problem, invalid
-from eagle3.states.hidden_states import Shard, map_shard
+from eagle3.states.hidden_states import Shard, map_shard, read_states
 from eagle3.states.shard_file import ShardFile, require_room, state_faults
 from eagle3.states.vllm_engine import engine_errors, prepare_environment, start_engine
 from eagle3.verifiers.verifier import Verifier
@@ -173,7 +173,7 @@ def _never_written(file: ShardFile, missing: Sequence[int]) -> InvalidInput:
 
 
 def _check_health(file: ShardFile, layer_ids: Sequence[int]) -> None:
-    states_NAH = map_shard(file.path)["hidden_states"]
+    tensors = map_shard(file.path)
     rows = pairwise(file.shard.offsets)
     problems = [
         Problem(
@@ -185,7 +185,7 @@ def _check_health(file: ShardFile, layer_ids: Sequence[int]) -> None:
             "a draft trained on them would learn nothing, without an error",
         )
         for sample, (begin, end) in zip(file.shard.samples, rows, strict=True)
-        if (faults := state_faults(states_NAH[begin:end], layer_ids))
+        if (faults := state_faults(read_states(tensors, slice(begin, end)), layer_ids))
     ]
     if problems:
         raise InvalidInput(*problems)
@@ -199,7 +199,7 @@ def _check_greedy(engine: Any, file: ShardFile, rows: list[int]) -> tuple[int, i
     tensors, rows_P = map_shard(file.path), torch.tensor(rows)
     next_ids_P = tensors["input_ids"][rows_P + 1].long()
     with engine_errors("apply its norm and head"):
-        steps_P = engine.apply_model(partial(_steps_below_top, tensors["hidden_states"][rows_P, -1], next_ids_P))[0]
+        steps_P = engine.apply_model(partial(_steps_below_top, read_states(tensors, rows_P, -1), next_ids_P))[0]
     asked, found = len(rows), sum(steps <= NEAR_STEPS for steps in steps_P)
     if asked - found > max(1, MAX_LOST_SHARE * asked):
         raise invalid(

@@ -7,6 +7,10 @@ file, `shard-<first 16 hex digits of its key>.safetensors`:
     input_ids      int32  [N]
     hidden_states  bf16   [N, A + 1, H]   ids of `eagle3.layer_ids`, ascending; the last slice before the final norm
     loss_mask      bool   [N]             the verifier's own answer
+    with fp8 (eagle3.states.fp8) in place of bf16:
+    scales         f32    [N, A + 1]      what the stored numbers are multiplied with
+    squares        f32    [n, A + 1, 2]   of the rounding's error and of the states, from which the manifest has its error
+    hidden_states  fp8    [N, A + 1, H]
     __metadata__   sample_ids, splits, num_prompt: JSON lists of length n
 
 The key is the sha256 of everything that the content depends on, and boundaries between shards are a function of the
@@ -31,8 +35,9 @@ from safetensors.torch import load_file
 from eagle3.formats.safetensors_headers import num_bytes, read_header, write_header
 from eagle3.manifests import read_manifest
 from eagle3.problems import InvalidInput, Problem
+from eagle3.states.fp8 import dequantise, relative_errors
+from eagle3.states.store_dtypes import BFLOAT16, FP8, STORE_DTYPES, bytes_per_token
 
-STORE_DTYPE = "bfloat16"
 FORMAT = 1
 
 
@@ -59,6 +64,7 @@ class Shard:
     samples: tuple[StoredSample, ...]
     num_states: int
     hidden_size: int
+    store_dtype: str = BFLOAT16
 
     @property
     def name(self) -> str:
@@ -75,11 +81,13 @@ class Shard:
     @cached_property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) in file order; the widest types first, so that each tensor is aligned."""
-        num_tokens = self.num_tokens
+        num_tokens, num_samples, num_states = self.num_tokens, len(self.samples), self.num_states
+        scales = {"scales": ("F32", (num_tokens, num_states)), "squares": ("F32", (num_samples, num_states, 2))}
         return {
-            "offsets": ("I64", (len(self.samples) + 1,)),
+            "offsets": ("I64", (num_samples + 1,)),
             "input_ids": ("I32", (num_tokens,)),
-            "hidden_states": ("BF16", (num_tokens, self.num_states, self.hidden_size)),
+            **(scales if self.store_dtype == FP8 else {}),
+            "hidden_states": (STORE_DTYPES[self.store_dtype], (num_tokens, num_states, self.hidden_size)),
             "loss_mask": ("BOOL", (num_tokens,)),
         }
 
@@ -105,11 +113,16 @@ class Shard:
 
     @property
     def bytes_per_token(self) -> int:
-        return num_bytes("BF16", (self.num_states, self.hidden_size))
+        return bytes_per_token(self.store_dtype, self.num_states, self.hidden_size)
 
 
 def plan_shards(
-    samples: Sequence[StoredSample], origin: dict[str, Any], samples_per_shard: int, num_states: int, hidden_size: int
+    samples: Sequence[StoredSample],
+    origin: dict[str, Any],
+    samples_per_shard: int,
+    num_states: int,
+    hidden_size: int,
+    store_dtype: str = BFLOAT16,
 ) -> list[Shard]:
     """The shards of `samples` (sorted by id), about `samples_per_shard` samples each.
 
@@ -121,7 +134,8 @@ def plan_shards(
     for index, sample in enumerate(samples):
         rows.append(sample)
         if index == len(samples) - 1 or _ends_shard(sample.sample_id, samples_per_shard):
-            shards.append(Shard(shard_key(rows, origin), tuple(rows), num_states, hidden_size))
+            key = shard_key(rows, origin, store_dtype)
+            shards.append(Shard(key, tuple(rows), num_states, hidden_size, store_dtype))
             rows = []
     return shards
 
@@ -130,9 +144,9 @@ def _ends_shard(sample_id: str, samples_per_shard: int) -> bool:
     return int.from_bytes(hashlib.sha256(sample_id.encode()).digest()[:8]) % samples_per_shard == 0
 
 
-def shard_key(samples: Sequence[StoredSample], origin: dict[str, Any]) -> str:
+def shard_key(samples: Sequence[StoredSample], origin: dict[str, Any], store_dtype: str) -> str:
     """sha256 over format, dtype, origin and every stored field of every sample."""
-    head = {"format": FORMAT, "dtype": STORE_DTYPE, "origin": origin, "num_samples": len(samples)}
+    head = {"format": FORMAT, "dtype": store_dtype, "origin": origin, "num_samples": len(samples)}
     digest = hashlib.sha256(_line(head))
     for sample in samples:
         digest.update(_line([sample.sample_id, sample.split, sample.num_prompt, len(sample.input_ids)]))
@@ -151,20 +165,49 @@ def ids_as_bytes(ids: Sequence[int]) -> bytes:
 
 
 def map_shard(path: Path) -> dict[str, torch.Tensor]:
-    """The four tensors of a shard, mapped: nothing is read before it is used."""
+    """The tensors of a shard, mapped: nothing is read before it is used."""
     return load_file(path)
+
+
+def read_states(tensors: dict[str, torch.Tensor], rows: Any, states: Any = slice(None)) -> torch.Tensor:
+    """bf16 states of these rows of a mapped shard, at these of its A + 1 places; a view, or a new tensor of fp8."""
+    stored = tensors["hidden_states"][rows, states]
+    return dequantise(stored, tensors["scales"][rows, states]) if "scales" in tensors else stored
+
+
+def store_errors(folder: Path, shards: Sequence[Shard], layer_ids: Sequence[int]) -> dict[str, float]:
+    """Layer id -> relative error of storing as fp8, over all tokens but the first of each sample."""
+    errors = relative_errors(map_shard(folder / shard.name)["squares"] for shard in shards)
+    return dict(zip(map(str, layer_ids), errors, strict=True))
 
 
 @dataclass(frozen=True)
 class SampleStates:
-    """One sample of the store: bf16 [T, A + 1, H], int32 [T], bool [T], all views of a mapped file."""
+    """One sample of the store: bf16 or fp8 [T, A + 1, H], int32 [T], bool [T], all views of a mapped file.
+
+    scales_TA: float32 [T, A + 1] beside fp8, else None.
+    """
 
     sample_id: str
     split: str
     num_prompt: int
-    hidden_TAH: torch.Tensor
+    stored_TAH: torch.Tensor
     input_ids_T: torch.Tensor
     loss_mask_T: torch.Tensor
+    scales_TA: torch.Tensor | None = None
+
+    @cached_property
+    def hidden_TAH(self) -> torch.Tensor:
+        """bf16: what is stored, or a new tensor of fp8, made when it is first asked for."""
+        return self.stored_TAH if self.scales_TA is None else dequantise(self.stored_TAH, self.scales_TA)
+
+
+def sample_states(tensors: dict[str, torch.Tensor], index: int, sample_id: str, split: str, num_prompt: int) -> SampleStates:
+    """The sample at place `index` of a mapped shard."""
+    begin, end = tensors["offsets"][index : index + 2].tolist()
+    rows = (tensors[name][begin:end] for name in ("hidden_states", "input_ids", "loss_mask"))
+    scales_TA = tensors["scales"][begin:end] if "scales" in tensors else None
+    return SampleStates(sample_id, split, num_prompt, *rows, scales_TA)
 
 
 @dataclass(frozen=True)
@@ -202,10 +245,7 @@ class HiddenStates:
         entry = self._entries[sample_id]
         if entry.path not in self._maps:
             self._maps[entry.path] = map_shard(entry.path)
-        tensors = self._maps[entry.path]
-        begin, end = tensors["offsets"][entry.index : entry.index + 2].tolist()
-        rows = (tensors[name][begin:end] for name in ("hidden_states", "input_ids", "loss_mask"))
-        return SampleStates(sample_id, entry.split, entry.num_prompt, *rows)
+        return sample_states(self._maps[entry.path], entry.index, sample_id, entry.split, entry.num_prompt)
 
     def __getstate__(self) -> dict[str, Any]:
         """A worker process maps the files itself; sending the maps would copy them."""

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 
 from eagle3.file_faults import naming
+from eagle3.states.fp8 import quantise
 from eagle3.states.shard_file import write_at
 
 NUM_WRITERS = 4
@@ -68,9 +69,12 @@ class ShardConnector(ExampleHiddenStatesConnector):
         """In a writer thread: states first, ids last, for the ids say that the states are there."""
         assert lock_fd is None, "use_synchronization_lock is off"
         event.synchronize()
-        path, states_at, ids_at = _parse_destination(filename)
+        path, (states_at, *more_at, ids_at) = _parse_destination(filename)
+        states = tensors["hidden_states"]
+        parts = quantise(states) if more_at else (states,)
         with naming(path), open(path, "r+b", buffering=0) as file:
-            write_at(file.fileno(), _bytes_of(tensors["hidden_states"]), states_at)
+            for part, position in zip(parts, (states_at, *more_at), strict=True):
+                write_at(file.fileno(), _bytes_of(part), position)
             write_at(file.fileno(), _bytes_of(tensors["token_ids"].to(torch.int32)), ids_at)
 
 
@@ -83,18 +87,17 @@ class Done:
         return True
 
 
-def destination(path: Path, states_at: int, ids_at: int) -> dict[str, Any]:
-    """`SamplingParams.extra_args` of a request whose states go to byte `states_at` of the file and ids to `ids_at`.
+def destination(path: Path, *positions: int) -> dict[str, Any]:
+    """`SamplingParams.extra_args` of a request whose states and ids go to these bytes of the file (`place_of`).
 
-    It travels as the parent's own `hidden_states_path`, so that its scheduler side serves unchanged.
+    With four positions the states are stored as fp8. It travels as the parent's own `hidden_states_path`, so that its scheduler side serves unchanged.
     """
-    return {"kv_transfer_params": {"hidden_states_path": f"{path}#{states_at},{ids_at}"}}
+    return {"kv_transfer_params": {"hidden_states_path": f"{path}#{','.join(map(str, positions))}"}}
 
 
-def _parse_destination(text: str) -> tuple[str, int, int]:
+def _parse_destination(text: str) -> tuple[str, list[int]]:
     path, _, positions = text.rpartition("#")
-    states_at, ids_at = positions.split(",")
-    return path, int(states_at), int(ids_at)
+    return path, [int(position) for position in positions.split(",")]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

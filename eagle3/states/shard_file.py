@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from eagle3.file_faults import naming
+from eagle3.formats.safetensors_headers import num_bytes
 from eagle3.problems import InvalidInput, Problem, invalid
-from eagle3.states.hidden_states import STORE_DTYPE, Shard, ids_as_bytes
+from eagle3.states.hidden_states import Shard, ids_as_bytes
 
 UNWRITTEN = b"\xff" * 4
 MAX_WRITE = 1 << 30
@@ -72,10 +73,18 @@ class ShardFile:
         write_at(self._fd, UNWRITTEN * shard.num_tokens, begins["input_ids"])
         write_at(self._fd, b"".join(bytes(sample.loss_mask) for sample in shard.samples), begins["loss_mask"])
 
-    def place_of(self, index: int) -> tuple[int, int]:
-        """Byte positions in the file for the states and for the ids of sample `index`."""
-        row, begins = self.shard.offsets[index], self.shard.begins
-        return begins["hidden_states"] + row * self.shard.bytes_per_token, begins["input_ids"] + 4 * row
+    def place_of(self, index: int) -> tuple[int, ...]:
+        """Byte positions in the file for the states (with fp8, then scales and squares) and for the ids of a sample."""
+        begins, rows = self.shard.begins, {"squares": index}
+        return tuple(
+            begins[name] + rows.get(name, self.shard.offsets[index]) * self._bytes_of_a_row(name)
+            for name in ("hidden_states", "scales", "squares", "input_ids")
+            if name in begins
+        )
+
+    def _bytes_of_a_row(self, name: str) -> int:
+        dtype, shape = self.shard.tensors[name]
+        return num_bytes(dtype, shape[1:])
 
     def missing(self, indices: Sequence[int]) -> list[int]:
         """Those of `indices` whose ids do not stand in the file, or not as the sample has them."""
@@ -83,7 +92,7 @@ class ShardFile:
 
     def _has_arrived(self, index: int) -> bool:
         expected = ids_as_bytes(self.shard.samples[index].input_ids)
-        return os.pread(self._fd, len(expected), self.place_of(index)[1]) == expected
+        return os.pread(self._fd, len(expected), self.place_of(index)[-1]) == expected
 
 
 def _create_locked(path: Path) -> int:
@@ -124,7 +133,7 @@ def require_space(folder: Path, shards: Sequence[Shard]) -> None:
             str(folder),
             f"{free / 1e9:.2f} GB free",
             f"{needed / 1e9:.2f} GB: {num_tokens} tokens of {per_token} bytes ({shards[0].num_states} states of "
-            f"{shards[0].hidden_size} {STORE_DTYPE} numbers each)",
+            f"{shards[0].hidden_size} {shards[0].store_dtype} numbers each)",
             "make room (dvc gc -w -a -T --all-experiments drops unused cache), or take fewer samples "
             "(sample.max_train) or layers (extract.aux_layer_ids)",
         )

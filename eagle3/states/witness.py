@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ import torch
 from torch import nn
 
 from eagle3.problems import InvalidInput, Problem, invalid
-from eagle3.states.hidden_states import SampleStates, Shard, map_shard
+from eagle3.states.hidden_states import SampleStates, Shard, map_shard, sample_states
+from eagle3.states.store_dtypes import BFLOAT16, FP8
 
 # Relative error of a layer's states: the norm of the difference over the norm of the witness, over all tokens of a
 # sample but the first, whose state is often a hundred times as large as all others and would hide them.
 # Rounding adds up over the layers, and deep models change little from one layer to the next: so a state must also be
 # nearer to its own layer than to the neighbours.
-BOUNDS = {"bfloat16": 0.08}
+# fp8 adds at most 2^-4 / sqrt(3) = 0.036 of its own (rounding of numbers just over a power of two), at a right angle.
+BOUNDS = {BFLOAT16: 0.08, FP8: 0.09}
 BYTES_PER_WEIGHT = 4
 WITNESS = "transformers, float32"
 
@@ -35,9 +37,8 @@ def first_samples(folder: Path, shards: Sequence[Shard], count: int) -> list[Sam
 
 def _samples_of(folder: Path, shard: Shard) -> Iterator[SampleStates]:
     tensors = map_shard(folder / shard.name)
-    for sample, (begin, end) in zip(shard.samples, pairwise(shard.offsets), strict=True):
-        rows = (tensors[name][begin:end] for name in ("hidden_states", "input_ids", "loss_mask"))
-        yield SampleStates(sample.sample_id, sample.split, sample.num_prompt, *rows)
+    for index, sample in enumerate(shard.samples):
+        yield sample_states(tensors, index, sample.sample_id, sample.split, sample.num_prompt)
 
 
 def check_parity(
