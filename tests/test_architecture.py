@@ -31,7 +31,16 @@ OWNERS = {
     "speculators": {"cpu_draft", "draft_model", "parity", "process_group", "training"},
     "torch": {
         *("checkpoints", "cpu_attention", "cpu_draft", "cpu_head", "cpu_norm", "dequantise", "draft_model"),
-        *("draft_walk", "engine_load", "engine_parity", "extraction", "fp8", "greedy_ties", "hidden_states", "mapped_pages"),
+        *(
+            "draft_walk",
+            "engine_load",
+            "engine_parity",
+            "extraction",
+            "fp8",
+            "greedy_ties",
+            "hidden_states",
+            "mapped_pages",
+        ),
         *("hidden_states_connector", "parity", "parity_probe", "process_group", "shard_file", "training"),
         *("training_data", "training_state", "vllm_command", "vllm_engine", "warm_start", "witness"),
     },

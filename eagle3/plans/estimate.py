@@ -52,7 +52,8 @@ def estimate(params: Params, verifier: Path | None) -> list[Need]:
     per_token = bytes_per_token(params.extract.store_dtype, len(ids) + 1, config["hidden_size"])
     rates = last_runs(scratch_home() / "runs.jsonl")
     counted = "in data/samples" if known else "at most"
-    how = f"{tokens:,} tokens {counted} x {per_token:,} bytes: {len(ids) + 1} states of {config['hidden_size']} {params.extract.store_dtype} numbers"
+    numbers = f"{config['hidden_size']} {params.extract.store_dtype} numbers"
+    how = f"{tokens:,} tokens {counted} x {per_token:,} bytes: {len(ids) + 1} states of {numbers}"
     trained, frozen = _draft_weights(params, config)
     passes = tokens * params.train.epochs
     return [

@@ -9,7 +9,7 @@ file, `shard-<first 16 hex digits of its key>.safetensors`:
     loss_mask      bool   [N]             the verifier's own answer
     with fp8 (eagle3.states.fp8) in place of bf16:
     scales         f32    [N, A + 1]      what the stored numbers are multiplied with
-    squares        f32    [n, A + 1, 2]   of the rounding's error and of the states, from which the manifest has its error
+    squares        f32    [n, A + 1, 2]   of the rounding's error and of the states: the manifest's error
     hidden_states  fp8    [N, A + 1, H]
     __metadata__   sample_ids, splits, num_prompt: JSON lists of length n
 
@@ -202,12 +202,14 @@ class SampleStates:
         return self.stored_TAH if self.scales_TA is None else dequantise(self.stored_TAH, self.scales_TA)
 
 
-def sample_states(tensors: dict[str, torch.Tensor], index: int, sample_id: str, split: str, num_prompt: int) -> SampleStates:
+def sample_states(
+    tensors: dict[str, torch.Tensor], index: int, sample_id: str, split: str, num_prompt: int
+) -> SampleStates:
     """The sample at place `index` of a mapped shard."""
     begin, end = tensors["offsets"][index : index + 2].tolist()
-    rows = (tensors[name][begin:end] for name in ("hidden_states", "input_ids", "loss_mask"))
+    stored, ids, mask = (tensors[name][begin:end] for name in ("hidden_states", "input_ids", "loss_mask"))
     scales_TA = tensors["scales"][begin:end] if "scales" in tensors else None
-    return SampleStates(sample_id, split, num_prompt, *rows, scales_TA)
+    return SampleStates(sample_id, split, num_prompt, stored, ids, mask, scales_TA)
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,11 @@ class Done:
 def destination(path: Path, *positions: int) -> dict[str, Any]:
     """`SamplingParams.extra_args` of a request whose states and ids go to these bytes of the file (`place_of`).
 
-    With four positions the states are stored as fp8. It travels as the parent's own `hidden_states_path`, so that its scheduler side serves unchanged.
+    With four positions the states are stored as fp8. It travels as the parent's own `hidden_states_path`, so that its
+    scheduler side serves unchanged.
     """
-    return {"kv_transfer_params": {"hidden_states_path": f"{path}#{','.join(map(str, positions))}"}}
+    text = ",".join(map(str, positions))
+    return {"kv_transfer_params": {"hidden_states_path": f"{path}#{text}"}}
 
 
 def _parse_destination(text: str) -> tuple[str, list[int]]:

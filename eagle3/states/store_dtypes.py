@@ -1,4 +1,4 @@
-"""How hidden states lie in a shard: in the verifier's bf16, or as 8-bit floats with a scale for each state of a token."""
+"""How hidden states lie in a shard: in the verifier's bf16, or as 8-bit floats with a scale for each state."""
 
 from __future__ import annotations
 
