@@ -9,6 +9,7 @@ end.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -79,10 +80,24 @@ class Stage:
         ready = {target: bring_beside(staged, target) for target, staged in self._outs.items()}
         _require_room_for_the_record(self.name)
         for target, path in ready.items():
-            remove(target)
+            _put_aside(target, self.scratch / "out" / "old" / target)
             os.replace(path, target)
         for path in (self.scratch / "out", *self.spent):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _put_aside(path: Path, aside: Path) -> None:
+    """An old output goes in one move, if it can: a kill while its files are removed one by one would leave a part."""
+    remove(aside)
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.replace(path, aside)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        remove(path)
 
 
 def run_stage(name: str, body: Callable[[Stage], None]) -> int:

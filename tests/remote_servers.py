@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -115,6 +118,32 @@ def http_server(folder: Path) -> Iterator[Remote]:
     options = ("0", "--bind", HOST, "--directory", str(folder / "store"))
     with server_process(r"port (\d+)", "http.server", *options) as port:
         yield Remote(f"http://{HOST}:{port}", objects=folder / "store")
+
+
+@contextmanager
+def counting_server(store: Path) -> Iterator[tuple[str, Counter[str]]]:
+    """The URL of an HTTP server of `store`, and the bytes of each object's content that it has sent, by path."""
+    sent: Counter[str] = Counter()
+
+    class Counting(SimpleHTTPRequestHandler):
+        def copyfile(self, source, outputfile):
+            with suppress(ConnectionError):  # who only asks whether it is there hangs up
+                while block := source.read(1 << 16):
+                    outputfile.write(block)
+                    sent[self.path.lstrip("/")] += len(block)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer((HOST, 0), partial(Counting, directory=str(store)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_port}", sent
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(30)
 
 
 SERVERS = {"local": local_folder, "s3": s3_server, "ssh": ssh_server, "http": http_server}

@@ -265,6 +265,24 @@ def test_time_zone_locale_and_hash_seed_change_no_byte(copy, reference):
     assert outputs(copy) == reference
 
 
+def test_a_clock_that_was_set_back_or_on_hides_no_edit_and_runs_nothing(copy):
+    """Files of the future and of 1970: inputs, outputs, scratch, and DVC's and Git's records of them."""
+    for number, path in enumerate(sorted(path for path in copy.rglob("*") if path.is_file())):
+        os.utime(path, (2**32, 2**32) if number % 2 else (0, 0), follow_symlinks=False)
+    assert "Running stage" not in command(copy, "dvc", "repro", TZ="Pacific/Kiritimati").stdout
+    told = command(copy, "python", "-m", "eagle3", "plan", "--json", TZ="America/Adak").stdout
+    assert {row["state"] for row in json.loads(told)} == {"unchanged"}
+    code = copy / "stages/flatten.py"
+    code.write_text(code.read_text() + "# a comment\n")
+    os.utime(code, (1, 1))
+    set_params(copy, {"serve_test": {"num_prompts": 8}})
+    os.utime(copy / "params.yaml", (1, 1))
+    rows = {row["stage"]: row for row in json.loads(command(copy, "python", "-m", "eagle3", "plan", "--json").stdout)}
+    assert (rows["flatten"]["state"], rows["serve-test"]["state"]) == ("runs", "runs")
+    ran = command(copy, "dvc", "repro", TZ="America/Adak").stdout
+    assert re.findall(r"Running stage '([^']+)'", ran) == ["flatten", "serve-test"]
+
+
 def test_a_path_with_blanks_quotes_and_other_scripts(finished, reference, tmp_path):
     folder = tmp_path / "ein Ordner, 空白 & \"quotes\" 'n' $HOME; #3"
     folder.mkdir()

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from eagle3.manifests import read_manifest, verify_files
 from eagle3.yaml12 import read_yaml
 from tests.code_deps import ROOT
-from tests.remote_servers import BUCKET, SERVERS, Remote
+from tests.remote_servers import BUCKET, SERVERS, Remote, counting_server
 from tests.stand_ins import light_repository, variables
 
 TAG = "v0.1.0"
@@ -140,6 +141,53 @@ def test_one_epoch_of_a_tag_comes_alone(published, tmp_path):
     assert files(clone / epoch) == published.files_of(epoch)
     objects = [path for path in walk(clone / ".dvc/cache/files") if path.suffix != ".dir"]
     assert sorted(path.read_bytes() for path in objects) == sorted(set(published.files_of(epoch).values()))
+
+
+def objects_of(made: Path, *epochs: str) -> dict[str, int]:
+    """Key below the remote's URL -> bytes of each file of these epochs."""
+    lock = read_yaml(made / "dvc.lock")["stages"]["flatten"]["outs"]
+    digest = next(out["md5"] for out in lock if out["path"] == "data/flattened")
+    listed = json.loads((made / f".dvc/cache/files/md5/{digest[:2]}/{digest[2:]}").read_text())
+    found = [entry["md5"] for entry in listed if entry["relpath"].startswith(tuple(f"{epoch}/" for epoch in epochs))]
+    keys = [f"files/md5/{md5[:2]}/{md5[2:]}" for md5 in found]
+    return {key: (made / ".dvc/cache" / key).stat().st_size for key in keys}
+
+
+def taken(sent: Counter[str]) -> dict[str, int]:
+    """Bytes of files that the server has sent since it was last asked; lists of files are small, however often sent."""
+    lists = {path: size for path, size in sent.items() if path.endswith((".dir", "/files/md5", "/"))}
+    assert sum(lists.values()) < 20_000
+    found = {path: size for path, size in sent.items() if path not in lists}
+    sent.clear()
+    return found
+
+
+def test_one_epoch_costs_its_own_bytes_on_the_wire_and_the_next_one_no_frozen_tensors(finished, tmp_path):
+    """Counted at the server. What all epochs share is one object, which a clone that has one epoch does not ask for."""
+    made = shutil.copytree(finished, tmp_path / "publisher", symlinks=True)
+    with counting_server(tmp_path / "store") as (url, sent):
+        here = Published(tmp_path / "origin.git", made, Remote(url))
+        here.run(made, "dvc", "remote", "modify", "--local", "storage", "url", str(tmp_path / "store"))
+        here.run(made, "dvc", "push", "-q")
+        here.run(made, "dvc", "remote", "modify", "storage", "url", url)
+        here.run(made, "git", "commit", "-qam", "Where the checkpoints are")
+        here.run(made, "git", "clone", "-q", "--bare", ".", str(here.origin))
+        one, both = objects_of(made, "epoch_1"), objects_of(made, "epoch_0", "epoch_1")
+        clone = here.clone(tmp_path / "clone")
+        assert not sent
+
+        here.run(clone, "dvc", "pull", "data/flattened/epoch_1")
+        assert taken(sent) == one
+        here.run(clone, "dvc", "pull", "data/flattened/epoch_0")
+        assert taken(sent) == {key: size for key, size in both.items() if key not in one}
+        assert files(clone / "data/flattened/epoch_0") == here.files_of("data/flattened/epoch_0")
+        assert sum(both.values()) < sum(one.values()) + sum(objects_of(made, "epoch_0").values()) - 20_000, "frozen"
+
+        here.run(tmp_path, "dvc", "get", str(here.origin), "data/flattened/epoch_1", "-o", "epoch")
+        got = taken(sent)
+        assert got.keys() == one.keys()
+        # fsspec's HTTP asks whether a file exists by a GET that it breaks off; small files are sent whole by then
+        assert all(one[key] <= got[key] <= 2 * one[key] for key in one)
 
 
 def test_the_artifact_comes_by_its_name_and_version(published, tmp_path):

@@ -107,6 +107,36 @@ def test_a_stage_that_fails_half_way_leaves_the_old_output(toy):
     assert [row["completed"] for row in runs(toy)] == [True, False]
 
 
+DIES_REMOVING = """
+import os, shutil
+from pathlib import Path
+
+def dying(path, *rest, **more):
+    next(file for file in Path(path).rglob("*") if file.is_file()).unlink()
+    os._exit(9)
+
+shutil.rmtree = dying
+"""
+
+
+def test_a_kill_while_the_old_output_is_removed_leaves_a_whole_one(toy):
+    assert run(toy, PUBLISH + '(out / "more").write_text("more")')[0] == 0
+    (toy / "params.yaml").write_text((toy / "params.yaml").read_text().replace("seed: 0", "seed: 1"))
+    assert run(toy, PUBLISH + '(out / "more").write_text("more")' + DIES_REMOVING)[0] == 9
+    assert {path.name: path.read_text() for path in (toy / "data/toy").iterdir()} == {"answer": "1", "more": "more"}
+    assert run(toy, PUBLISH)[0] == 0
+    assert [path.name for path in (toy / "data/toy").iterdir()] == ["answer"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_cycles_of_kills_lose_nothing():
+    """A few of the thousand of `python -m benchmarks.guard_cycles`."""
+    words = [sys.executable, "-m", "benchmarks.guard_cycles", "40"]
+    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.stdout.endswith("nothing was lost\n"), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     "change",
     [
