@@ -119,10 +119,20 @@ def run_stage(name: str, body: Callable[[Stage], None]) -> int:
 
 
 def _failed(name: str, why: str) -> int:
-    removed = "; DVC had removed the old outputs, they come back with: dvc checkout && git checkout reports"
-    hint = removed if "DVC_ROOT" in os.environ else ""
-    print(f"{why}\n{name}: failed; nothing was recorded{hint}", file=sys.stderr, flush=True)
+    print(f"{why}\n{name}: failed; nothing was recorded{_way_back()}", file=sys.stderr, flush=True)
     return 1
+
+
+def _way_back() -> str:
+    """What DVC has changed in the workspace by now, with the commands that undo it; "" where no DVC runs the stage."""
+    if "DVC_ROOT" not in os.environ:
+        return ""
+    if Path(os.environ["DVC_ROOT"]).resolve() != Path.cwd().resolve():
+        return "; the workspace is as it was, this experiment ran in a folder of its own"
+    if "DVC_EXP_NAME" in os.environ:
+        commands = "git checkout params.yaml dvc.lock reports && dvc checkout"
+        return f"; DVC had changed the workspace for the experiment, it comes back as committed with: {commands}"
+    return "; DVC had removed the old outputs, they come back with: dvc checkout && git checkout reports"
 
 
 @contextmanager

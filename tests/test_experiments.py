@@ -13,7 +13,7 @@ from eagle3.yaml12 import read_yaml
 from tests.stand_ins import command, light_repository, variables
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
-RESTORE = (("git", "checkout", "--", "."), ("dvc", "checkout", "-q"))
+RESTORE = (("git", "checkout", "params.yaml", "dvc.lock", "reports"), ("dvc", "checkout"))
 
 
 def run(folder: Path, *words: str, status: int | None = 0) -> str:
@@ -122,11 +122,24 @@ def test_an_untracked_conversation_file_is_refused_in_both(clean):
         (clean / "data/conversations/mine.jsonl").unlink()
 
 
-def test_a_failed_one_is_undone_by_two_commands(clean):
-    told = run(clean, "dvc", "exp", "run", "-S", "flatten.select=9", "-n", "broken", status=None)
+def test_a_failed_one_is_undone_by_the_two_commands_that_it_says(clean):
+    with open(clean / "README.md", "a") as file:
+        file.write("an edit that has nothing to do with it\n")
+    told = run(clean, "dvc", "exp", "run", "-S", "flatten.select=9", "-n", "broken", status=255)
     assert "no-epoch" in told
+    said = " && ".join(" ".join(words) for words in RESTORE)
+    assert f"it comes back as committed with: {said}" in told
     for words in RESTORE:
         run(clean, *words)
+    assert run(clean, "git", "status", "--short") == " M README.md\n"
+    run(clean, "git", "checkout", "README.md")
+    assert is_as_committed(clean)
+
+
+def test_a_failed_temporary_one_says_that_the_workspace_is_as_it_was(clean):
+    told = run(clean, "dvc", "exp", "run", "--temp", "-S", "flatten.select=9", "-n", "broken", status=None)
+    assert "no-epoch" in told
+    assert "the workspace is as it was" in told
     assert is_as_committed(clean)
 
 

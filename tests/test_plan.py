@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 
 import pytest
 
@@ -169,12 +168,11 @@ def test_digests_and_run_cache_are_dvcs_own(here):
         assert all(is_cached(out) and is_checked_out(out) for out in stage["outs"])
 
 
-def test_the_command_prints_a_table_or_json_in_time(here, base):
+def test_the_command_prints_a_table_or_json(here, base):
+    """How long it takes: python -m benchmarks.no_op"""
     write_params(here, base)
     command(here, "dvc", "repro", "-q")
-    start = time.process_time()
     told = command(here, "python", "-m", "eagle3", "plan", "-S", "train.learning_rate=1e-5", "-S", "seed=7").stdout
-    assert time.process_time() - start < 1.5
     assert "train.learning_rate: 0.001 -> 1e-05" in told
     assert "seed: 0 -> 7" in told
     assert "may run" in told
