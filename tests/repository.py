@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -66,7 +67,7 @@ def run(folder: Path, *command: str, check: bool = True) -> subprocess.Completed
     return done
 
 
-def make_repository(folder: Path) -> Path:
+def make_repository(folder: Path, make_verifier: Callable[[Path], Path] = tiny_verifier) -> Path:
     """Git and DVC initialised, the code committed, params.yaml set to TINY on a tiny verifier."""
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -79,7 +80,7 @@ def make_repository(folder: Path) -> Path:
         if not name.startswith(("tests/", "dvc.lock", "reports/", "docs/")) and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, folder / name)
-    tiny_verifier(folder / "verifier")
+    make_verifier(folder / "verifier")
     (folder / ".gitignore").write_text((folder / ".gitignore").read_text() + "/verifier\n")
     rows = [{"messages": [{"role": "user", "content": f"Tell me about number {n} please"}]} for n in range(40)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -44,6 +45,19 @@ def test_a_healthy_repository_has_no_error(here, capsys):
     assert codes() == set()
     assert main(["doctor"]) == 0
     assert "ERROR" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("LlavaForConditionalGeneration", {"no-torchvision"}), ("KimiK25ForConditionalGeneration", set())],
+)
+def test_a_verifier_whose_class_needs_torchvision_is_named(here, name, found):
+    """The lock has no torchvision; vLLM imports it for every multimodal class with aux states but two."""
+    params = (here / "params.yaml").read_text()
+    (here / "params.yaml").write_text(re.sub(r"(?m)^  source: .*", "  source: model", params, count=1))
+    (here / "model").mkdir()
+    (here / "model/config.json").write_text(json.dumps({"architectures": [name], "text_config": {}}))
+    assert codes() == found
 
 
 @pytest.mark.parametrize("name", ["git", "dvc", "python"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from eagle3.problems import InvalidInput
 from eagle3.states import witness
 from eagle3.states.hidden_states import SampleStates
 from eagle3.states.witness import check_parity, relative_error
+from tests.shapes import SHAPES, shaped_verifier
 from tests.tiny import tiny_verifier
 
 LAYER_IDS = [0, 1, 3, 6]
@@ -24,9 +25,11 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bf16_states(folder: Path, layer_ids: list[int]) -> SampleStates:
     """What an engine would store: a bf16 forward, taken from transformers' own outputs, not by the witness's hooks."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    [name] = json.loads((folder / "config.json").read_text())["architectures"]
+    model_class = getattr(transformers, name.replace("KimiK25", "Kimi_K25"))
+    model = model_class.from_pretrained(folder, dtype=torch.bfloat16).eval()
     input_ids_T = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(0))
     last: dict[str, torch.Tensor] = {}
     decoder = model.get_decoder()
@@ -93,30 +96,26 @@ def test_the_first_token_does_not_hide_the_others() -> None:
     assert relative_error(stored_TH[:1], witness_TH[:1]) == 0
 
 
-def shape(name: str) -> Any:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    common = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
-    common |= {"num_attention_heads": 4, "initializer_range": 0.2, "max_position_embeddings": 128}
-    if name == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**common, num_key_value_heads=2, head_dim=32))
-    mla = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    experts = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    }
-    sizes = {"moe_intermediate_size": 32, "num_key_value_heads": 4}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**common, **mla, **experts, **sizes))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_other_shapes_of_verifiers_have_a_witness_too(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    shape(name).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert max(check(tmp_path, bf16_states(tmp_path, [1, 2, 4]), [1, 2, 4]).values()) < 0.08
+    shaped_verifier(tmp_path, name)
+    assert max(check(tmp_path, bf16_states(tmp_path, [1, 2, 6]), [1, 2, 6]).values()) < 0.08
+
+
+def test_where_tokens_are_routed_one_that_went_elsewhere_is_not_the_error_of_all() -> None:
+    witness_TH = torch.ones(8, 4)
+    stored_TH = witness_TH * 1.01
+    stored_TH[5] = 3
+    assert relative_error(stored_TH, witness_TH) > 0.5
+    assert relative_error(stored_TH, witness_TH, routed=True) == pytest.approx(0.01, rel=1e-3)
+    assert relative_error(witness_TH.flip(1) * 2, witness_TH, routed=True) == pytest.approx(1)
+
+
+def test_the_neighbour_of_a_layer_is_refused_where_tokens_are_routed(tmp_path: Path) -> None:
+    shaped_verifier(tmp_path, "deepseek_v3")
+    stored = bf16_states(tmp_path, [1, 3, 6])
+    with pytest.raises(InvalidInput, match=r"layer id 2\n.*nearer to layer"):
+        check(tmp_path, stored, [1, 2, 6])
 
 
 def test_a_verifier_without_a_witness_names_the_way_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import platform
 import re
 import shutil
@@ -16,10 +17,12 @@ from io import StringIO
 from pathlib import Path
 
 from eagle3.engines import installed_version
+from eagle3.formats.json_files import read_json_object
 from eagle3.machine import Machine, read_machine
 from eagle3.params import read_params
 from eagle3.plans.lock_faults import lock_faults
 from eagle3.problems import InvalidInput, Problem
+from eagle3.verifiers.engine_limits import engine_limits
 
 LOCKS = {"cpu": Path("requirements/cpu.lock"), "cuda": Path("requirements/cuda.lock")}
 INSTALL = "make .venv/.installed && source .venv/bin/activate"
@@ -53,6 +56,15 @@ def _parameters() -> Iterator[Problem]:
         if installed != declared:
             found = f"{installed or 'nothing'} installed"
             yield Problem("engine-version", f"engines.{name}", found, f"{declared}, as params.yaml declares", INSTALL)
+
+
+def _verifier() -> Iterator[Problem]:
+    """A local folder alone: a hub model or one in a package is not fetched for this."""
+    source = Path(read_params().verifier.source).expanduser()
+    for root in (Path(), Path(os.environ.get("DVC_ROOT", "."))):
+        if (root / source / "config.json").is_file():
+            yield from engine_limits(read_json_object(root / source / "config.json").value)
+            return
 
 
 def _packages() -> Iterator[Problem]:
@@ -169,6 +181,6 @@ def _holds_secrets(path: Path) -> bool:
 
 
 CHECKS: tuple[Callable[[], Iterator[Problem]], ...] = (
-    *(_platform, _parameters, _packages, _programs),
+    *(_platform, _parameters, _verifier, _packages, _programs),
     *(_cpu, _gpus, _memory, _repository),
 )

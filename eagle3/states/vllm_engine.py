@@ -10,14 +10,16 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from eagle3.file_faults import file_fault
+from eagle3.formats.json_files import read_json_object
 from eagle3.machine import Machine, cores_by_rank
-from eagle3.problems import invalid
+from eagle3.problems import InvalidInput, invalid
 from eagle3.stage_guard import die_with_parent
+from eagle3.verifiers.engine_limits import engine_limits
 
 GIB = 1 << 30
 DEFAULT_CPU_KV_CACHE_GIB = 2
@@ -54,6 +56,8 @@ def start_engine(verifier: Path, machine: Machine, max_model_len: int, trust_rem
     options are vLLM's own (`speculative_config`, `kv_transfer_config`, `max_num_seqs`, ...) and win over the settings
     here. Whatever stops the engine from starting is `InvalidInput` with vLLM's own words.
     """
+    if problems := list(engine_limits(read_json_object(verifier / "config.json").value)):
+        raise InvalidInput(*problems)
     with engine_errors("start"):
         prepare_environment(machine)
         # vLLM 0.32.0 itself reads torch's deprecated reduce_op while it loads
@@ -61,6 +65,7 @@ def start_engine(verifier: Path, machine: Machine, max_model_len: int, trust_rem
         import torch
         from vllm import LLM
 
+        _let_vllm_look_at_llvmlite()
         cuda = torch.cuda.is_available()
         tensor_parallel_size = machine.tensor_parallel_size or (torch.cuda.device_count() if cuda else 1)
         kv_cache_gib = machine.kv_cache_gib or (None if cuda else DEFAULT_CPU_KV_CACHE_GIB)
@@ -79,6 +84,17 @@ def start_engine(verifier: Path, machine: Machine, max_model_len: int, trust_rem
         if tensor_parallel_size > 1 and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
             engine.collective_rpc(_die_with_the_stage)
         return engine
+
+
+def _let_vllm_look_at_llvmlite() -> None:
+    """vLLM 0.32.0's CPU build looks for its kernels in the `__dict__` of every object of every module
+    (triton_utils/dispatcher.py). llvmlite's library answers for any name, this one too, with a C function:
+    "object has no attribute 'get'". numba brings it in, with kimi_k25's image processor.
+    """
+    with suppress(ImportError):
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab.setdefault("__dict__", {})
 
 
 def _die_with_the_stage(worker: Any) -> None:
