@@ -22,6 +22,7 @@ OWNERS = {
     "httpx": {"verifier"},
     "datasets": {"row_files"},
     "huggingface_hub": {"verifier"},
+    "llvmlite": {"vllm_engine"},
     "loguru": {"draft_model"},
     "numpy": {"verifier_values", "vocab_map", "weight_values"},
     "openai": {"serving", "suite"},
