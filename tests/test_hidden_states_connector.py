@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import torch
 
 from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import DEFAULT
-from eagle3.states.extraction import extracted
+from eagle3.problems import InvalidInput
+from eagle3.states.extraction import extract_shards, extracted
 from eagle3.states.hidden_states import Shard, map_shard, plan_shards
-from eagle3.states.shard_file import ShardFile
+from eagle3.states.shard_file import LOW_WATER_BYTES, ShardFile, require_space
 from eagle3.states.vllm_engine import prepare_environment, start_engine, stop_engine
+from tests.test_disk_full import PAGE, mounts
 from tests.tiny import tiny_verifier
 
 pytestmark = pytest.mark.engine
@@ -171,6 +175,43 @@ def test_states_of_cached_tokens_are_stored_too(engine, references, tmp_path):
     assert output.num_cached_tokens >= 96
     (states,) = samples_of(tmp_path / shard.name)
     assert distance(states[:, -1], references[SAMPLES[-1].sample_id][:, NUM_LAYERS]) < SAME
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Path]:
+    """A file system of `size` bytes, mounted for a process of its own, through which others see it."""
+    folder.mkdir()
+    mount = f'mount -t tmpfs -o size={size} small "{folder}" && echo mounted && read until'
+    words = ["unshare", "-rm", "sh", "-c", mount]
+    with subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "mounted\n"
+        yield Path(f"/proc/{holder.pid}/root{folder}")
+
+
+@mounts
+def test_extraction_stops_at_the_low_water_mark_and_goes_on_when_there_is_room(engine, tmp_path):
+    shards = [shard_of(SAMPLES[begin : begin + 2]) for begin in (0, 2, 4, 6)]
+    clean, size = tmp_path / "clean", sum(shard.num_bytes + PAGE for shard in shards) + 8 * PAGE
+    clean.mkdir()
+    extract_shards(engine, shards, clean, LAYER_IDS, ())
+    with small_disk(tmp_path / "small", LOW_WATER_BYTES + size) as disk:
+        require_space(disk, shards)
+        ballast = disk / "of another program"
+        ballast.write_bytes(bytes(size - sum(shard.num_bytes for shard in shards) + 1))
+        with pytest.raises(InvalidInput, match=r"no-space"):
+            require_space(disk, shards)
+        with pytest.raises(InvalidInput, match="low-water"):
+            extract_shards(engine, shards, disk, LAYER_IDS, ())
+        ballast.unlink()
+        made = {path.name for path in disk.iterdir()}
+        assert {shards[0].name} <= made < {shard.name for shard in shards}
+        missing = [shard for shard in shards if shard.name not in made]
+        require_space(disk, missing)
+        extract_shards(engine, missing, disk, LAYER_IDS, ())
+        assert {path.name: path.read_bytes() for path in disk.iterdir()} == {
+            path.name: path.read_bytes() for path in clean.iterdir()
+        }
 
 
 # Fails in the middle of a shard: the file becomes one that takes no byte, or one of the engine's processes is killed.

@@ -106,12 +106,17 @@ def _create_locked(path: Path) -> int:
 
 def clean_scratch(folder: Path, current: Sequence[Shard]) -> None:
     """Delete half-written shards of runs that were killed, and whole ones of other inputs made over a week ago."""
-    for path in folder.glob(".shard-*.partial-*"):
-        _unlink_unlocked(path)
+    remove_leftovers(folder)
     kept = {shard.name for shard in current}
     for path in folder.glob("shard-*.safetensors"):
         if path.name not in kept and path.stat().st_mtime < time.time() - KEPT_SECONDS:
             path.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete half-written shards whose writer is gone."""
+    for path in folder.glob(".shard-*.partial-*"):
+        _unlink_unlocked(path)
 
 
 def _unlink_unlocked(path: Path) -> None:
@@ -124,18 +129,19 @@ def _unlink_unlocked(path: Path) -> None:
 
 
 def require_space(folder: Path, shards: Sequence[Shard]) -> None:
-    """`InvalidInput` with the sum where the shards still to be made do not fit on the disk of `folder`."""
+    """`InvalidInput` with the sum where the shards still to be made would take the disk under the low-water mark."""
     needed, free = sum(shard.num_bytes for shard in shards), shutil.disk_usage(folder).free
-    if needed > free:
+    if needed + LOW_WATER_BYTES > free:
         num_tokens, per_token = sum(shard.num_tokens for shard in shards), shards[0].bytes_per_token
         raise invalid(
             "no-space",
             str(folder),
             f"{free / 1e9:.2f} GB free",
             f"{needed / 1e9:.2f} GB: {num_tokens} tokens of {per_token} bytes ({shards[0].num_states} states of "
-            f"{shards[0].hidden_size} {shards[0].store_dtype} numbers each)",
-            "make room (dvc gc -w -a -T --all-experiments drops unused cache), or take fewer samples "
-            "(sample.max_train) or layers (extract.aux_layer_ids)",
+            f"{shards[0].hidden_size} {shards[0].store_dtype} numbers each), and {LOW_WATER_BYTES / 1e9:.2f} GB left "
+            "for everything else on this disk",
+            "make room (dvc gc -w -a -T --all-experiments drops unused cache), or store half the bytes "
+            "(extract.store_dtype=fp8), or take fewer samples (sample.max_train) or layers (extract.aux_layer_ids)",
         )
 
 
