@@ -104,3 +104,33 @@ def _as_published(path: Path) -> None:
     }
     save_file(renamed, weights, {"format": "pt"})
     (path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": MEDIA}))
+
+
+def quantise(path: Path, group_size: int = 32) -> Path:
+    """Pack every projection of the verifier in `path` to symmetric INT4, as compressed-tensors does."""
+    import torch
+    from compressed_tensors.compressors import pack_to_int32
+    from safetensors.torch import load_file, save_file
+
+    packed = {}
+    for name, weight_OI in load_file(path / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = weight_OI
+            continue
+        rows, columns = weight_OI.shape
+        groups = weight_OI.float().view(rows, columns // group_size, group_size)
+        scale = (groups.abs().amax(-1, keepdim=True) / 7).to(torch.bfloat16)
+        integers = (groups / scale.float()).round().clamp(-8, 7).to(torch.int8).view(rows, columns)
+        packed[f"{name}_packed"] = pack_to_int32(integers, 4)
+        packed[f"{name}_scale"] = scale[..., 0].contiguous()
+        packed[f"{name}_shape"] = torch.tensor([rows, columns])
+    save_file(packed, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
+    config["quantization_config"] = {
+        **{"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"},
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path

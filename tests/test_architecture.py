@@ -41,12 +41,13 @@ OWNERS = {
             "greedy_ties",
             "hidden_states",
             "mapped_pages",
+            "reference_model",
         ),
         *("hidden_states_connector", "parity", "parity_probe", "process_group", "shard_file", "training"),
         *("training_data", "training_state", "vllm_command", "vllm_engine", "warm_start", "witness"),
     },
     "tqdm": {"extraction", "question_turns", "sample_making", "serving", "suite", "training_curves"},
-    "transformers": {"chat_tokenizer", "cpu_norm", "dequantise", "draft_model", "greedy_ties", "witness"},
+    "transformers": {"chat_tokenizer", "cpu_norm", "dequantise", "draft_model", "reference_model"},
     "vllm": {"answers", "engine_load", "engine_parity", "extraction", "hidden_states_connector", "vllm_engine"},
 }
 LIGHT = set(sys.stdlib_module_names) | {"__future__", "cerberus", "yaml", "eagle3"}

@@ -88,11 +88,10 @@ def judge(verifier: Path, differences: Iterable[Difference], trust_remote_code: 
     if not differences:
         return []
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        verifier, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
-    ).eval()
+    from eagle3.verifiers.reference_model import load_reference
+
+    model = load_reference(verifier, trust_remote_code)
     judged = []
     for difference in differences:
         with torch.inference_mode():

@@ -19,6 +19,7 @@ from torch import nn
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.hidden_states import SampleStates, Shard, map_shard, sample_states
 from eagle3.states.store_dtypes import BFLOAT16, FP8
+from eagle3.verifiers.reference_model import load_reference
 
 # Relative error of a layer's states: the norm of the difference over the norm of the witness, over all tokens of a
 # sample but the first, whose state is often a hundred times as large as all others and would hide them.
@@ -157,8 +158,6 @@ def _decoder(model: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
 
 
 def _witness(verifier: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
     weights = sum(path.stat().st_size for path in verifier.glob("*.safetensors"))
     needed, free = weights // 2 * BYTES_PER_WEIGHT, _available_memory()
     if needed > free:
@@ -169,12 +168,8 @@ def _witness(verifier: Path, trust_remote_code: bool) -> Any:
             f"{needed / 1e9:.1f} GB for the verifier in float32",
             "dvc exp run -S extract.parity_samples=0 (the check of answered tokens still runs)",
         )
-    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        # transformers 5.19 has most models with a nested text config, kimi_k25 too, under the second name only
-        config = AutoConfig.from_pretrained(verifier, **options)
-        auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
-        return auto.from_pretrained(verifier, dtype=torch.float32, **options).eval()
+        return load_reference(verifier, trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise invalid(
             "no-witness",
