@@ -177,6 +177,13 @@ def test_the_clean_columns_of_the_readme(clean):
     assert "data/" not in head
 
 
+def test_experiments_of_an_earlier_commit_are_compared_too(clean):
+    run(clean, "git", "commit", "-q", "--allow-empty", "-m", "The work goes on")
+    told = [line.split()[0] for line in run(clean, "python", "-m", "eagle3", "compare").splitlines()[1:]]
+    assert {"slow", "short", "second", "workspace"} <= set(told)
+    assert len(told) == len(set(told)), "each of them once"
+
+
 def test_seconds_are_summed_by_experiment_and_a_broken_line_is_passed_over(tmp_path):
     rows = [{"experiment": "a", "seconds": 1.5}, {"experiment": "a", "seconds": 2}, {"seconds": 9}, {"experiment": ""}]
     (tmp_path / "runs.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"experiment": "a", "sec')

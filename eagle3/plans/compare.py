@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,15 +33,26 @@ def compare() -> str:
 
 
 def exp_show() -> list[Json]:
-    done = subprocess.run(
-        [sys.executable, "-m", "dvc", "exp", "show", "--json"], text=True, capture_output=True, check=False
-    )
+    revisions = [word for commit in commits() for word in ("--rev", commit)]
+    words = [sys.executable, "-m", "dvc", "exp", "show", "--json", *revisions]
+    done = subprocess.run(words, text=True, capture_output=True, check=False)
     try:
         shown: list[Json] = json.loads(done.stdout)
     except ValueError:
         found = printable(done.stderr.strip() or "no output", 400)
         raise invalid("no-experiments", "dvc exp show", found, "a list of experiments", "dvc exp show") from None
     return shown
+
+
+def commits() -> list[str]:
+    """HEAD and every commit that has experiments, which DVC keeps as Git refs; it shows those of HEAD alone."""
+    listing = ("for-each-ref", "--sort=-committerdate", "--format=%(refname)", "refs/exps")
+    head, refs = (
+        subprocess.run(["git", *words], text=True, capture_output=True, check=False).stdout
+        for words in (("rev-parse", "HEAD"), listing)
+    )
+    found = re.findall(r"^refs/exps/([0-9a-f]{2})/([0-9a-f]{38})/", refs, re.MULTILINE)
+    return list(dict.fromkeys([*head.split(), *map("".join, found)]))
 
 
 def revisions(shown: list[Json]) -> Iterator[tuple[str, Json]]:
