@@ -1,6 +1,6 @@
 """data/hidden_states, data/vocab_map -> tokens/s of a training step, the library's forward against ours, in turns.
 
-    python -m benchmarks.train_speed [--steps 50] [--threads 2] [--free]
+    python -m benchmarks.train_speed [--steps 50] [--threads 2] [--rows 1024] [--free]
 
 The library trains; before each step ours takes over its weights (not timed), so that both compute the same thing:
 forward under bfloat16 autocast, backward, clipping, AdamW, as speculators' Trainer does them (0.9.0), one side after
@@ -73,10 +73,10 @@ class Side:
 
 
 class Bench:
-    """A new draft for the data in this repository, as often as asked for, and the rows to train it on."""
+    """A new draft for the data in this repository, as often as asked for, and rows of `size` tokens to train it on."""
 
-    def __init__(self, params: Params) -> None:
-        self.params, size, steps = params, params.train.total_seq_len, params.train.ttt_steps
+    def __init__(self, params: Params, size: int) -> None:
+        self.params, steps = params, params.train.ttt_steps
         verifier = resolve_verifier(params.verifier)
         hidden, vocab_map = read_manifest(HIDDEN_STATES, "extract"), read_manifest(VOCAB_MAP, "vocab-map")
         sizes = vocab_map.decisions["draft_vocab_size"], hidden.decisions["aux_layer_ids"]
@@ -103,10 +103,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--free", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    bench = Bench(read_params())
+    bench = Bench(read_params(), options.rows)
     library, ours = bench.side("speculators", library=True), bench.side("ours", library=False)
     free = [bench.side("ours, alone", library=False), bench.side("speculators, moved", library=True)]
     with torch.no_grad():

@@ -1,0 +1,135 @@
+"""The recipes of docs/recipes.md, run as DVC experiments; the page's list and table are written from what came of them.
+
+    python -m benchmarks.recipes [--run]
+
+A number comes from the reports in this folder (the default parameters) or from the experiment `recipe-NAME` of the
+commit that is checked out (the others). A recipe with neither keeps its row; --run runs it first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.plans.compare import exp_show, revisions
+
+PAGE = Path("docs/recipes.md")
+REPORTS = ("reports/train.json", "reports/serve_test.json")
+HEAD = (
+    "| recipe | walk on val | walk on eval | val loss | val accuracy | served | 95% | by position |",
+    "|---|---|---|---|---|---|---|---|",
+)
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs from params.yaml, as `-S` takes it, and why. served: a server was asked, not training alone."""
+
+    name: str
+    why: str
+    changes: tuple[str, ...] = ()
+    served: bool = True
+
+    @property
+    def command(self) -> str:
+        if not self.changes:
+            return "dvc repro"
+        settings = " ".join(f"-S {change}" for change in self.changes)
+        return f"dvc exp run --temp -n recipe-{self.name} {settings}{'' if self.served else ' train'}"
+
+
+LIBRARY = (
+    *("train.total_seq_len=1024", "train.optimizer=muon", "train.scheduler=linear", "train.warmup_ratio=0.01"),
+    "draft.sliding_window=2048",
+)
+RECIPES = (
+    Recipe("default", "rows of 512 tokens: twice the steps of 1,024 in the same passes."),
+    Recipe("rows-1024", "the default until 2026-11-30: half the steps.", ("train.total_seq_len=1024",)),
+    Recipe(
+        "speculators",
+        "speculators' defaults (below), in rows of 1,024.",
+        LIBRARY,
+    ),
+    Recipe(
+        "no-norm-before-residual",
+        "the un-normed residual, the only kind that SGLang serves; in rows of 1,024.",
+        ("train.total_seq_len=1024", "draft.norm_before_residual=false"),
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="first run the recipes that have no experiment here")
+    if parser.parse_args().run:
+        there = experiments()
+        for recipe in RECIPES:
+            if recipe.changes and recipe.name not in there:
+                subprocess.run([sys.executable, "-m", *recipe.command.split()], check=True)
+    there = experiments()
+    rows = {recipe.name: row(recipe, reports_of(recipe, there)) for recipe in RECIPES}
+    PAGE.write_text(renewed(PAGE.read_text(), rows))
+    return 0
+
+
+def experiments() -> dict[str, str]:
+    """Recipe and commit of each experiment of the commit that is checked out."""
+    named = {name: data.get("rev") for name, data in revisions(exp_show())}
+    return {name.removeprefix("recipe-"): rev for name, rev in named.items() if rev and name.startswith("recipe-")}
+
+
+def reports_of(recipe: Recipe, there: dict[str, str]) -> list[Json]:
+    """What train and, where it was served, serve-test said; nothing where neither ran."""
+    names = REPORTS if recipe.served else REPORTS[:1]
+    if not recipe.changes:
+        return [json.loads(Path(name).read_bytes()) for name in names]
+    if recipe.name not in there:
+        return []
+    shown = [["git", "show", f"{there[recipe.name]}:{name}"] for name in names]
+    return [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for command in shown]
+
+
+def row(recipe: Recipe, reports: list[Json]) -> str:
+    """One line of the table; empty where there are no reports."""
+    if not reports:
+        return ""
+    train, served = reports[0], reports[1]["served"] if recipe.served else None
+    accuracies = " ".join(f"{train[f'val_accuracy_inside_draft_vocabulary_step_{step}']:.3f}" for step in range(3))
+    walks = [f"{train[f'walk_acceptance_length_{split}_3_tokens']:.3f}" for split in ("val", "eval")]
+    cells = [recipe.name, *walks, f"{train['val_loss']:.3f}", accuracies]
+    if served:
+        low, high = served["interval_95"]
+        rates = " ".join(f"{rate:.3f}" for rate in served["rate_per_position"])
+        cells += [f"{served['acceptance_length']:.3f}", f"{low:.3f} to {high:.3f}", rates]
+    else:
+        cells += ["not served", "", ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def commands() -> str:
+    return "\n".join(f"- **{recipe.name}**: {recipe.why}\n  `{recipe.command}`" for recipe in RECIPES)
+
+
+def renewed(page: str, rows: dict[str, str]) -> str:
+    """The page with both generated parts made anew; an empty row stays as it was."""
+    old = {line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines() if line.startswith("| ")}
+    lines = [rows[recipe.name] or old.get(recipe.name, f"| {recipe.name} | not run |") for recipe in RECIPES]
+    table = "\n".join([*HEAD, *lines])
+    return _between(_between(page, "commands", commands()), "table", table)
+
+
+def _between(page: str, name: str, made: str) -> str:
+    """The page with `made` between the markers of this name."""
+    start, end = f"<!-- {name}: generated -->\n\n", "\n\n<!-- end -->"
+    before, rest = page.split(start)
+    return f"{before}{start}{made}{end}{rest.split(end, 1)[1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""docs/recipes.md: its commands are the benchmark's and can be run, its first row is the recorded run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.recipes import PAGE, RECIPES, Recipe, renewed, reports_of, row
+from eagle3.params import PARAMS_FILE
+from eagle3.plans.overrides import override
+from eagle3.yaml12 import read_yaml
+from tests.code_deps import ROOT
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_recipe_changes_what_the_default_parameters_say(recipe: Recipe):
+    default = read_yaml(ROOT / PARAMS_FILE)
+    assert (override(default, list(recipe.changes)) != default) == bool(recipe.changes)
+
+
+def test_the_page_is_that_of_the_benchmark_and_of_the_recorded_run(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    rows = {recipe.name: "" for recipe in RECIPES}
+    recorded, asked = read_yaml(Path("dvc.lock"))["stages"]["train"]["params"]["params.yaml"], read_yaml(PARAMS_FILE)
+    if all(recorded[section] == asked[section] for section in ("draft", "train")):
+        rows["default"] = row(RECIPES[0], reports_of(RECIPES[0], {}))  # else the record is of another recipe
+    assert PAGE.read_text() == renewed(PAGE.read_text(), rows), "run: python -m benchmarks.recipes"
+
+
+def test_a_recipe_that_never_ran_is_not_a_row_of_numbers():
+    page = "<!-- commands: generated -->\n\n\n\n<!-- end -->\n<!-- table: generated -->\n\n\n\n<!-- end -->\n"
+    made = renewed(page, {recipe.name: "" for recipe in RECIPES})
+    assert f"| {RECIPES[-1].name} | not run |" in made
+    assert f"`{RECIPES[-1].command}`" in made
