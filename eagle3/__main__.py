@@ -241,7 +241,7 @@ def export(given: argparse.Namespace) -> int:
 
 def plan(given: argparse.Namespace) -> int:
     from eagle3.params import PARAMS_FILE
-    from eagle3.plans.lock_faults import lock_faults
+    from eagle3.plans.kill_faults import kill_faults
     from eagle3.plans.overrides import override
     from eagle3.plans.plan import plan as planned
     from eagle3.plans.plan_table import plan_rows, plan_table
@@ -250,7 +250,7 @@ def plan(given: argparse.Namespace) -> int:
 
     if not Path("dvc.yaml").is_file():
         return _wrong_call("no dvc.yaml here: run it in the root of the repository")
-    faults = list(lock_faults())
+    faults = list(kill_faults())
     if faults:
         print(format_problems(faults), file=sys.stderr)
     if has_errors(faults):

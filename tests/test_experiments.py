@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from eagle3.plans.compare import HEAD, experiment_seconds
 from eagle3.yaml12 import read_yaml
-from tests.stand_ins import command, light_repository, variables
+from tests.stand_ins import command, light_repository, start, variables
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 RESTORE = (("git", "checkout", "params.yaml", "dvc.lock", "reports"), ("dvc", "checkout"))
@@ -133,6 +134,24 @@ def test_a_failed_one_is_undone_by_the_two_commands_that_it_says(clean):
         run(clean, *words)
     assert run(clean, "git", "status", "--short") == " M README.md\n"
     run(clean, "git", "checkout", "README.md")
+    assert is_as_committed(clean)
+
+
+def test_a_killed_one_leaves_a_detached_head_and_the_remedy_is_said(clean):
+    """DVC 3.67 detaches HEAD for the time of an experiment; commits after a kill would belong to no branch."""
+    process = start(clean, "dvc", "exp", "run", "-S", "train.ttt_steps=2", STAND_IN_SECONDS="0.5")
+    deadline = time.monotonic() + 120
+    while not list((clean / ".dvc/tmp/eagle3/train").glob("*/out/data")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.kill()
+    process.communicate(timeout=60)
+    told = json.loads(run(clean, "python", "-m", "eagle3", "doctor", "--json", status=None))
+    fix = next(problem["fix"] for problem in told if problem["code"] == "detached-head")
+    run(clean, *fix.partition("   ")[0].split())
+    assert run(clean, "git", "symbolic-ref", "HEAD")
+    run(clean, "git", "reset", "-q")
+    for words in RESTORE:
+        run(clean, *words)
     assert is_as_committed(clean)
 
 

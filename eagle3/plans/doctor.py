@@ -20,7 +20,7 @@ from eagle3.engines import installed_version
 from eagle3.formats.json_files import read_json_object
 from eagle3.machine import Machine, read_machine
 from eagle3.params import read_params
-from eagle3.plans.lock_faults import lock_faults
+from eagle3.plans.kill_faults import kill_faults
 from eagle3.problems import InvalidInput, Problem
 from eagle3.verifiers.engine_limits import engine_limits
 
@@ -161,7 +161,7 @@ def _repository() -> Iterator[Problem]:
     if not Path("dvc.yaml").is_file() or not Path(".dvc").is_dir():
         yield Problem("no-repository", str(Path.cwd()), "no dvc.yaml or no .dvc", "the root of a clone", "cd there")
         return
-    yield from lock_faults()
+    yield from kill_faults()
     if Path("data").is_dir() and Path("data").stat().st_dev != Path(".dvc").stat().st_dev:
         fix = "dvc config --local cache.dir PATH   (on the file system of data/)"
         yield Problem(

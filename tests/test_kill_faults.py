@@ -1,4 +1,4 @@
-"""dvc.lock cut where a kill may cut it: what DVC refuses and what it takes for a shorter lock, all of it is named."""
+"""What a kill leaves is named: dvc.lock cut anywhere, whether DVC refuses it or takes it for a shorter one; HEAD."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dvc.schema import COMPILED_LOCKFILE_SCHEMA
 from dvc.utils.serialize import dump_yaml, parse_yaml
 
 from eagle3.__main__ import main
-from eagle3.plans.lock_faults import lock_faults
+from eagle3.plans.kill_faults import kill_faults
 from tests.code_deps import ROOT
 
 STAGES = {
@@ -60,7 +60,7 @@ def git(*words: str) -> None:
 
 
 def codes() -> list[str]:
-    return [problem.code for problem in lock_faults()]
+    return [problem.code for problem in kill_faults()]
 
 
 def dvc_takes(text: str) -> bool:
@@ -79,7 +79,7 @@ def test_a_cut_anywhere_is_named_and_the_whole_lock_is_not(here):
     cuts = sorted({0, *(place + more for place in ends for more in (-5, -1, 0, 1))} - {len(text)})
     for length in cuts:
         (here / "dvc.lock").write_text(text[:length])
-        found = list(lock_faults())
+        found = list(kill_faults())
         assert len(found) == 1, text[:length]
         assert found[0].fix.startswith("git checkout HEAD dvc.lock; then: dvc repro")
         if dvc_takes(text[:length]):
@@ -96,7 +96,7 @@ def test_a_lock_that_was_never_committed_is_to_be_made_anew(here):
     git("update-ref", "-d", "HEAD")
     assert codes() == []
     (here / "dvc.lock").write_text(text[:-1])
-    assert next(lock_faults()).fix.startswith("rm dvc.lock; then: dvc repro")
+    assert next(kill_faults()).fix.startswith("rm dvc.lock; then: dvc repro")
     (here / "dvc.lock").write_text(text[: text.index("  train:")])
     assert codes() == [], "the first run may have come so far: nothing tells the two apart"
 
@@ -105,7 +105,7 @@ def test_a_cut_lock_that_was_committed_is_no_remedy(here):
     (here / "dvc.lock").write_text((here / "dvc.lock").read_text()[:200])
     git("add", "dvc.lock")
     git("-c", "user.name=test", "-c", "user.email=test@example.com", "commit", "-qm", "cut")
-    assert next(lock_faults()).fix.startswith("rm dvc.lock; then: dvc repro")
+    assert next(kill_faults()).fix.startswith("rm dvc.lock; then: dvc repro")
 
 
 def test_a_stage_that_was_removed_or_has_no_output_here_is_not_missed(here):
@@ -130,6 +130,21 @@ def test_the_list_of_running_commands_cut_short_is_named(here):
     for text, expected in (("", ["cut-rwlock"]), ('{"write": {"a', ["cut-rwlock"]), ("{}", [])):
         (here / ".dvc/tmp/rwlock").write_text(text)
         assert codes() == expected
+
+
+def test_a_head_that_a_killed_experiment_left_detached_is_named(here):
+    branch = subprocess.run(
+        ["git", "branch", "--show-current"], text=True, capture_output=True, check=True
+    ).stdout.strip()
+    git("update-ref", "refs/exps/exec/EXEC_HEAD", "HEAD")
+    assert codes() == [], "experiments leave refs"
+    git("checkout", "-q", "--detach")
+    assert codes() == [], "a detached HEAD of one's own"
+    git("checkout", "-q", branch)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], text=True, capture_output=True, check=True).stdout.strip()
+    git("checkout", "-q", head)  # as DVC does it
+    assert codes() == ["detached-head"]
+    assert next(kill_faults()).fix.startswith(f"git checkout {branch} ")
 
 
 def test_plan_stops_at_a_cut_lock_and_goes_on_with_a_short_one(here, capsys):

@@ -1,4 +1,4 @@
-"""What a kill or a full disk leaves of the files that DVC rewrites in place, each with the commands that mend it.
+"""What a kill or a full disk leaves of DVC's own files and of Git's HEAD, each with the commands that mend it.
 
 DVC 3.67 empties dvc.lock and writes it again in pieces of 8 KiB after every stage (dvc/utils/serialize/_common.py,
 `_dump_data`). Stopped in between it leaves a beginning of the file, and most of these it takes for a shorter lock
@@ -8,6 +8,7 @@ without a word: 5,190 of 6,010 cuts of a lock of 42 KB. What ran is in the run c
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,9 @@ ANEW = f"rm {LOCK}; then: dvc repro   (it restores what has run)"
 Json = dict[str, Any]
 
 
-def lock_faults() -> Iterator[Problem]:
-    """Faults of dvc.lock and of DVC's list of running commands in the current folder, which has a dvc.yaml."""
+def kill_faults() -> Iterator[Problem]:
+    """Faults of the repository in the current folder, which has a dvc.yaml."""
+    yield from _detached_head()
     if RWLOCK.is_file() and not _is_json(RWLOCK):
         fix = f"rm {RWLOCK}; then: dvc repro   (after looking that no dvc is running)"
         yield Problem(
@@ -32,7 +34,11 @@ def lock_faults() -> Iterator[Problem]:
         )
     if not LOCK.is_file():
         return
-    stages, text, committed = read_yaml(Path("dvc.yaml"))["stages"], LOCK.read_text(errors="replace"), _committed()
+    stages, text, committed = (
+        read_yaml(Path("dvc.yaml"))["stages"],
+        LOCK.read_text(errors="replace"),
+        _git("show", f"HEAD:./{LOCK}"),
+    )
     entries, found = _read(text, stages)
     before, unusable = (entries, found) if text == committed else _read(committed, stages)
     fix = ANEW if unusable else FROM_GIT
@@ -46,6 +52,17 @@ def lock_faults() -> Iterator[Problem]:
         yield Problem("short-lock", str(LOCK), found, "a record that nobody cut", fix, consequence, "warning")
 
 
+def _detached_head() -> Iterator[Problem]:
+    """DVC detaches HEAD for an experiment in the workspace, by its full id; its next command leaves it there."""
+    if _git("symbolic-ref", "-q", "HEAD") or not _git("for-each-ref", "--count=1", "refs/exps"):
+        return
+    came = re.search(r"^checkout: moving from (\S+) to (\S+)$", _git("reflog", "--format=%gs"), re.MULTILINE)
+    if came and re.fullmatch("[0-9a-f]{40}", came[2]):
+        fix = f"git checkout {came[1]}   (unless an experiment is running just now)"
+        found = "detached, as a killed `dvc exp run` leaves it"
+        yield Problem("detached-head", "HEAD", found, "a branch", fix, "commits would belong to no branch", "warning")
+
+
 def _is_json(path: Path) -> bool:
     try:
         return isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
@@ -53,10 +70,10 @@ def _is_json(path: Path) -> bool:
         return False
 
 
-def _committed() -> str:
-    """dvc.lock of the last commit; "" where there is none."""
+def _git(*words: str) -> str:
+    """Git's answer; "" where it has none, is absent, or this is no repository."""
     try:
-        done = subprocess.run(["git", "show", f"HEAD:./{LOCK}"], text=True, capture_output=True, check=False)
+        done = subprocess.run(["git", *words], text=True, capture_output=True, check=False)
     except OSError:
         return ""
     return done.stdout if done.returncode == 0 else ""
