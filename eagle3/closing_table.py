@@ -54,7 +54,7 @@ def _draft_vocabulary() -> list[str]:
 def _epochs() -> list[str]:
     manifest = read_manifest(Path("data/checkpoints"), "train")
     k = str(manifest.params["train"]["ttt_steps"])
-    head = ("epoch", "train loss", "val loss", "train accuracy", "val accuracy", f"walk val k={k}", "walk eval")
+    head = ("checkpoint", "train loss", "val loss", "train accuracy", "val accuracy", f"walk val k={k}", "walk eval")
     rows = [head, *(_epoch(record, k, manifest.decisions["best_epoch"]) for record in manifest.decisions["epochs"])]
     return ["", *aligned(rows), "(accuracy by unrolled step, inside the draft vocabulary; * longest walk on val)", ""]
 
@@ -116,7 +116,7 @@ def _stages() -> list[str]:
 
 def _checkpoint() -> list[str]:
     epoch = read_manifest(Path("data/release"), "serve-test").decisions["epoch"]
-    return [_row("checkpoint", f"data/release (epoch {epoch}; every gate passed; how to serve it: README.md there)")]
+    return [_row("checkpoint", f"data/release (epoch_{epoch}; every gate passed; how to serve it: README.md there)")]
 
 
 def _report(stage: str, name: str) -> Json:

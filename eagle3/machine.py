@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from eagle3.params import StrictValidator, integer, number, section_schema
+from eagle3.params import StrictValidator, flag, integer, number, section_schema, text
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.yaml12 import read_yaml
 
@@ -22,8 +22,15 @@ class Machine:
     cpu_threads: int | None = integer(1, nullable=True)
     kv_cache_gib: int | None = integer(1, nullable=True)
     port: int | None = integer(1, 65535, nullable=True)
-    # processes of training, each on a GPU of its own, null = one; a step takes a row from each: part of the result
+    # processes of training on each node, each on a GPU of its own, null = one; a step takes a row from each: part of
+    # the result
     train_processes: int | None = integer(1, nullable=True)
+    # nodes of training, all with this repository on a shared disk, null = one; the address of the first, HOST:PORT
+    train_nodes: int | None = integer(1, nullable=True)
+    train_rendezvous: str | None = text(r"^[\w.-]+:\d{1,5}$", nullable=True)
+    # true = weights, gradients and optimizer are dealt out to the processes (FSDP), for drafts that do not fit: part of
+    # the result; null = each process holds all of them (DDP)
+    train_shards: bool | None = flag(nullable=True)
     # minutes between two states of a training run, 0 = after every step; null = at most 2% of the time goes into them
     save_state_minutes: float | None = number(0.0, 1e6, nullable=True)
 

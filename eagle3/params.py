@@ -101,8 +101,8 @@ def choice(*allowed: str) -> Any:
     return field(metadata={"type": "string", "allowed": list(allowed)})
 
 
-def flag() -> Any:
-    return field(metadata={"type": "boolean"})
+def flag(nullable: bool = False) -> Any:
+    return field(metadata={"type": "boolean", "nullable": nullable})
 
 
 def rule(**metadata: Any) -> Any:

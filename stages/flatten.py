@@ -47,7 +47,7 @@ def run(stage: Stage) -> None:
     for path in sorted((flattened / f"epoch_{epoch}").iterdir()):
         link_or_copy(path, draft / path.name)
     write_manifest(draft, Manifest("flatten", stage.values, inputs, checkpoints.verifier, decisions={"epoch": epoch}))
-    print(f"flatten: {len(epochs)} checkpoints, epoch {epoch} is data/draft")
+    print(f"flatten: {len(epochs)} checkpoints, epoch_{epoch} is data/draft")
 
 
 def selected_epoch(select: str | int, epochs: list[int], checkpoints: Manifest) -> int:

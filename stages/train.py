@@ -10,7 +10,7 @@ import sys
 
 from eagle3.atomic_files import link_tree, write_json
 from eagle3.drafts.draft_model import num_gpus
-from eagle3.drafts.torchrun import processes_of, run_with_torchrun
+from eagle3.drafts.torchrun import MODULE, launch_of, run_with_torchrun
 from eagle3.drafts.train_process import HIDDEN_STATES, RUN, VOCAB_MAP, Job, run_job, write_job
 from eagle3.drafts.training_data import check_inputs
 from eagle3.drafts.training_report import Record, best_epoch, verdict, write_reports
@@ -30,18 +30,20 @@ def run(stage: Stage) -> None:
     verifier = resolve_verifier(stage.params.verifier)
     check_inputs(hidden, vocab_map, verifier)
     machine = read_machine()
-    processes = processes_of(machine, num_gpus())
+    launch = launch_of(machine, num_gpus())
     save_every = None if machine.save_state_minutes is None else 60 * machine.save_state_minutes
 
     # what a killed run goes on with: the state of training, and whatever it had finished
     kept = stage.scratch / "training"
     stage.spent.append(kept)
     sections = stage.params.draft, stage.params.verifier, stage.params.seed
-    write_job(kept, Job(params, *sections, machine.cpu_threads, save_every))
-    if processes == 1:
+    write_job(kept, Job(params, *sections, machine.cpu_threads, save_every, launch.shards))
+    if launch.alone:
         run_job(kept)
     else:
-        run_with_torchrun("eagle3.drafts.train_process", kept, processes, machine.cpu_threads)
+        if launch.nodes > 1:
+            print(f"train: run on each further node, here: python -m eagle3.drafts.torchrun {kept}", flush=True)
+        run_with_torchrun(MODULE, kept, launch, machine.cpu_threads)
     done = read_json_object(kept / RUN).value
 
     number = params.epochs * params.checkpoints_per_epoch

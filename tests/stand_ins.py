@@ -124,7 +124,7 @@ def run(stage: Stage) -> None:
     decisions = {"best_epoch": 0, "draft": VERIFIER, "epochs": epochs, "inputs": digest}
     engines = {"speculators": stage.params.engines.speculators}
     write_manifest(folder, Manifest("train", stage.values, made, VERIFIER_ID, engines, {}, decisions))
-    write_reports(stage, digest, train={"best_epoch": 0, "val_loss": int(digest[:6], 16) / 2**20})
+    write_reports(stage, digest, train={"best_checkpoint": 0, "val_loss": int(digest[:6], 16) / 2**20})
 """
 SERVE_TEST = """\
 from eagle3.serve.release import Release, read_passed_checks, require_one_lineage, write_release

@@ -43,7 +43,7 @@ OWNERS = {
             "mapped_pages",
             "reference_model",
         ),
-        *("hidden_states_connector", "parity", "parity_probe", "process_group", "shard_file", "training"),
+        *("hidden_states_connector", "parity", "parity_probe", "process_group", "shard_file", "sharding", "training"),
         *("training_data", "training_state", "vllm_command", "vllm_engine", "warm_start", "witness"),
     },
     "tqdm": {"extraction", "question_turns", "sample_making", "serving", "suite", "training_curves"},

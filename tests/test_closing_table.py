@@ -28,9 +28,9 @@ samples               1,200 train, 64 val, 72 eval (7,917 rows read, 6,581 skipp
 tokens                150,000, of them 120,000 said by the verifier
 draft vocabulary      8,192 of 49,152 tokens; covers 98.70% of train and 97.90% of eval tokens
 
-epoch  train loss  val loss  train accuracy     val accuracy       walk val k=3  walk eval
-0      3.1000      2.9000    0.500 0.300 0.200  0.480 0.290 0.190  1.830         1.830
-1*     2.1000      2.2000    0.600 0.400 0.300  0.580 0.390 0.290  1.830         1.830
+checkpoint  train loss  val loss  train accuracy     val accuracy       walk val k=3  walk eval
+0           3.1000      2.9000    0.500 0.300 0.200  0.480 0.290 0.190  1.830         1.830
+1*          2.1000      2.2000    0.600 0.400 0.300  0.580 0.390 0.290  1.830         1.830
 (accuracy by unrolled step, inside the draft vocabulary; * longest walk on val)
 
 checkpoints validated 2 (configs: 0 errors, 2 warnings; weights: 0 errors, 2 warnings)
@@ -51,7 +51,7 @@ simulate-weight-load  not run here
 serve-test            not run here
 all                   2:40
 
-checkpoint            data/release (epoch 1; every gate passed; how to serve it: README.md there)
+checkpoint            data/release (epoch_1; every gate passed; how to serve it: README.md there)
 """
 
 

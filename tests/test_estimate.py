@@ -25,6 +25,13 @@ def test_a_checkpoint_has_the_bytes_of_the_presets_real_one(name, tmp_path, monk
     once = replace(params, train=replace(params.train, epochs=1))
     train = estimate(once, VERIFIERS / f"{name}.json")[1]
     assert 0 <= SIZES[name] - train.disk < 600_000
+    four = estimate(
+        replace(once, train=replace(once.train, epochs=2, checkpoints_per_epoch=2)), VERIFIERS / f"{name}.json"
+    )
+    trained = (four[1].disk - train.disk) // 3
+    assert 0 < trained < train.disk, "the frozen weights are stored once"
+    assert f"{trained // 2:,} trained" in four[1].how
+    assert "4 checkpoints" in four[1].how
 
 
 def test_hidden_states_of_kimi_are_57344_bytes_a_token(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def work(tmp_path, monkeypatch) -> Path:
 
 def test_every_epoch_is_flattened_and_one_is_the_draft(work, capsys):
     flattened("last")
-    assert capsys.readouterr().out == "flatten: 3 checkpoints, epoch 2 is data/draft\n"
+    assert capsys.readouterr().out == "flatten: 3 checkpoints, epoch_2 is data/draft\n"
     manifest = read_manifest(Path("data/flattened"), "flatten")
     verify_files(Path("data/flattened"), manifest)
     assert manifest.counts == {"epochs": 3}

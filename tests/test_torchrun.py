@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from eagle3.drafts.torchrun import processes_of, run_with_torchrun
+from eagle3.drafts.torchrun import Launch, launch_of, processes_of, run_with_torchrun
 from eagle3.machine import DEFAULT, Machine
 from eagle3.problems import InvalidInput
 from tests.code_deps import ROOT
@@ -34,25 +37,54 @@ def test_one_process_unless_the_machine_says_otherwise(capsys):
         processes_of(machine(8), 4)
 
 
+def test_lines_of_the_machine_that_do_not_fit_together_are_refused():
+    def launch(**lines: object) -> Launch:
+        return launch_of(Machine(**{**vars(DEFAULT), **lines}), 0)
+
+    assert launch() == Launch(1)
+    assert launch().alone
+    two = launch(train_processes=8, train_nodes=2, train_rendezvous="node1:29400", train_shards=True)
+    assert two == Launch(8, 2, "node1:29400", True)
+    assert not launch(train_nodes=2, train_rendezvous="node1:29400").alone
+    with pytest.raises(InvalidInput, match=r"(?s)train_rendezvous.*node1:29400"):
+        launch(train_nodes=2)
+    with pytest.raises(InvalidInput, match=r"(?s)train_shards.*train_processes"):
+        launch(train_shards=True)
+
+
+def trained(folder: Path, name: str, total_seq_len: int, *launches: Launch, stop_after: int | None = None) -> dict:
+    """What a run leaves; each launch is an agent of its own, as on a node of its own."""
+    place = folder / name
+    place.mkdir(exist_ok=True)
+    job = {"total_seq_len": total_seq_len, "shards": launches[0].shards, "stop_after": stop_after}
+    (place / "job.json").write_text(json.dumps(job))
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(launches)) as agents:
+        patch.chdir(ROOT)
+        waiting = [agents.submit(run_with_torchrun, "tests.training_worker", place, each, 2) for each in launches]
+        for agent in waiting:
+            agent.result()
+    return torch.load(place / "result.pt", weights_only=True)
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict]:
-    """One process at twice the row length, and two."""
+def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     tiny_verifier(folder / "verifier")
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        for processes, total_seq_len in ((1, 128), (2, 64)):
-            place = folder / str(processes)
-            place.mkdir()
-            (place / "total_seq_len").write_text(str(total_seq_len))
-            run_with_torchrun("tests.training_worker", place, processes, 2)
-            found.append(torch.load(place / "result.pt", weights_only=True))
-    return found
+    return folder
 
 
-def test_two_processes_train_what_one_does_with_rows_twice_as_long(results):
-    one, two = results
+@pytest.fixture(scope="module")
+def one(runs) -> dict:
+    """One process at twice the row length of the others."""
+    return trained(runs, "one", 128, Launch(1))
+
+
+@pytest.fixture(scope="module")
+def dealt_out(runs) -> dict:
+    return trained(runs, "dealt_out", 64, Launch(2, shards=True))
+
+
+def assert_trained_alike(two: dict, one: dict) -> None:
     assert (one["settings"]["processes"], two["settings"]["processes"]) == (1, 2)
     assert one["settings"]["optimizer_steps"] == two["settings"]["optimizer_steps"] == 12
     for alone, shared in zip(one["losses"], two["losses"], strict=True):
@@ -61,10 +93,45 @@ def test_two_processes_train_what_one_does_with_rows_twice_as_long(results):
         torch.testing.assert_close(two["weights"][name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def test_two_processes_train_what_one_does_with_rows_twice_as_long(runs, one):
+    assert_trained_alike(trained(runs, "two", 64, Launch(2)), one)
+
+
+def test_two_processes_with_half_of_the_weights_each_train_what_one_does(dealt_out, one):
+    assert dealt_out["settings"]["shards"] is True
+    assert_trained_alike(dealt_out, one)
+
+
+@pytest.mark.long
+def test_a_dealt_out_run_that_was_ended_goes_on_to_the_same_bytes_on_two_nodes(runs, dealt_out):
+    """Two agents that meet at an address stand for two nodes; with shards each process has a part of the state."""
+    with pytest.raises(SystemExit):
+        trained(runs, "ended", 64, Launch(2, shards=True), stop_after=8)
+    assert not (runs / "ended/result.pt").exists()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    found = trained(runs, "ended", 64, *[Launch(1, 2, address, shards=True)] * 2)
+    assert found["losses"] == dealt_out["losses"]
+    assert found["settings"] == dealt_out["settings"]
+    for name, tensor in dealt_out["weights"].items():
+        assert torch.equal(found["weights"][name], tensor), name
+
+
+@pytest.mark.long
+def test_a_state_of_a_whole_copy_is_not_dealt_out(runs, one, capfd):
+    """The fixture `one` makes the verifier's folder; the run of two whole copies stops, and goes on in parts."""
+    with pytest.raises(SystemExit):
+        trained(runs, "mixed", 64, Launch(2), stop_after=1)
+    with pytest.raises(SystemExit):
+        trained(runs, "mixed", 64, Launch(2, shards=True))
+    assert "train_shards: false" in capfd.readouterr().err
+
+
 def test_a_process_that_fails_ends_the_run_with_its_status(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as caught:
-        run_with_torchrun("tests.training_worker", tmp_path, 2, 2)  # there is no file total_seq_len
+        run_with_torchrun("tests.training_worker", tmp_path, Launch(2), 2)  # there is no job.json
     assert caught.value.code == 1
     assert "one of 2 processes failed" in capfd.readouterr().err
 
@@ -72,9 +139,9 @@ def test_a_process_that_fails_ends_the_run_with_its_status(tmp_path, monkeypatch
 def test_sigterm_ends_every_process(tmp_path):
     """The caller's own handler decides its status; nothing of the run outlives it."""
     code = (
-        "import signal, sys; from pathlib import Path; from eagle3.drafts.torchrun import run_with_torchrun\n"
+        "import signal, sys; from pathlib import Path; from eagle3.drafts.torchrun import Launch, run_with_torchrun\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        f"run_with_torchrun('tests.sleeping_worker', Path({str(tmp_path)!r}), 2, 2)"
+        f"run_with_torchrun('tests.sleeping_worker', Path({str(tmp_path)!r}), Launch(2), 2)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60

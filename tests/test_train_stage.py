@@ -61,7 +61,7 @@ def untrained(prepared, tmp_path) -> Path:
 def test_the_stage_ends_with_one_line_and_a_complete_manifest(trained):
     folder, done = trained
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("train: 2 epochs, best ")
+    assert done.stdout.splitlines()[-1].startswith("train: 2 checkpoints, best epoch_")
     manifest = read_manifest(folder / "data/checkpoints", "train")
     verify_files(folder / "data/checkpoints", manifest)
     assert manifest.decisions["draft"]["aux_layer_ids"] == AUX_LAYER_IDS
@@ -89,7 +89,7 @@ def test_reports_are_numbers_and_tables(trained):
     report = json.loads((folder / "reports/train.json").read_text())
     assert all(isinstance(value, (int, float)) for value in report.values())
     assert "val_accuracy_inside_draft_vocabulary_step_0" in report
-    assert (folder / "reports/loss.csv").read_text().splitlines()[0] == "epoch,train,val"
+    assert (folder / "reports/loss.csv").read_text().splitlines()[0] == "checkpoint,train,val"
     assert len((folder / "reports/accuracy.csv").read_text().splitlines()) == 1 + 2 * 3
 
 
@@ -203,7 +203,7 @@ def test_an_interrupted_run_fails_and_publishes_nothing(untrained, number):
         [sys.executable, "-m", "stages.train"], cwd=untrained, env=environment(), text=True, stderr=subprocess.PIPE
     )
     assert process.stderr is not None
-    while "epoch 0:" not in process.stderr.readline():
+    while "epoch_0:" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(number)
     start = time.monotonic()

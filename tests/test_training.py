@@ -143,10 +143,10 @@ def test_loss_falls_and_every_epoch_is_reported(model, data, tmp_path, store_dty
     seen = []
     rows = rows_of(data, "train", SEED), rows_of(data, "val")
     run = train(model, replace(TRAIN, epochs=4), rows, tmp_path / "none", lambda *given: seen.append(given))
-    assert [epoch for epoch, _ in seen] == [0, 1, 2, 3]
-    losses = [metrics.train_loss for _, metrics in seen]
+    assert [epoch for epoch, *_ in seen] == [0, 1, 2, 3]
+    losses = [metrics.train_loss for _, metrics, _ in seen]
     assert losses[-1] < losses[0] - 0.3
-    assert all(len(metrics.val_accuracy) == 3 for _, metrics in seen)
+    assert all(len(metrics.val_accuracy) == 3 for _, metrics, _ in seen)
     assert run.token_passes == 4 * rows[0].positions
     assert run.settings["optimizers"][0]["name"] == "AdamW"
     assert run.settings["optimizers"][0]["betas"] == (0.9, 0.999)

@@ -22,9 +22,9 @@ def test_eval_selects_nothing():
     assert best_epoch([record(0, 5, eval_accepted=0), record(1, 3, eval_accepted=9)], 1) == 0
 
 
-def test_the_report_is_the_best_epochs_numbers_under_honest_names():
+def test_the_report_is_the_best_checkpoints_numbers_under_honest_names():
     assert summary([record(0, 3), record(1, 5, 4)], 1) == {
-        "best_epoch": 1,
+        "best_checkpoint": 1,
         "train_loss": 1.0,
         "val_loss": 2.0,
         "train_accuracy_inside_draft_vocabulary_step_0": 0.5,
@@ -44,5 +44,5 @@ def test_a_run_that_did_not_improve_says_so():
 
 def test_tables_have_a_row_per_epoch_and_per_step(tmp_path):
     write_reports(lambda name: tmp_path / name, [record(0, 3), record(1, 5)], 1)
-    assert (tmp_path / "reports/loss.csv").read_text() == "epoch,train,val\n0,2.0,3.0\n1,1.0,2.0\n"
-    assert (tmp_path / "reports/accuracy.csv").read_text() == "epoch,step,train,val\n0,0,0.5,0.25\n1,0,0.5,0.25\n"
+    assert (tmp_path / "reports/loss.csv").read_text() == "checkpoint,train,val\n0,2.0,3.0\n1,1.0,2.0\n"
+    assert (tmp_path / "reports/accuracy.csv").read_text() == "checkpoint,step,train,val\n0,0,0.5,0.25\n1,0,0.5,0.25\n"

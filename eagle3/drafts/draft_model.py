@@ -50,8 +50,11 @@ def build_draft(
     vocabulary: Vocabulary | None,
     ttt_steps: int,
     seed: int,
+    shards: bool = False,
 ) -> Eagle3DraftModel:
     """A new draft in float32 on the CPU: trained part drawn from `seed`, frozen part copied from the verifier.
+
+    shards: it will be dealt out to several processes.
 
     The library would replace a missing head by the
     embedding and a missing final norm by ones (speculators 0.9.0 model.py:166, utils/loading.py); both are refused.
@@ -60,7 +63,7 @@ def build_draft(
     loguru_logger.disable("speculators.utils.loading")  # says at INFO and WARNING which file it opens
     torch.manual_seed(seed)
     d2t_K, t2d_V = vocabulary or (None, None)
-    model = draft_class().from_training_args(
+    model = draft_class(shards).from_training_args(
         layer_config(architecture), t2d=t2d_V, d2t=d2t_K, **training_arguments(architecture, verifier.path, ttt_steps)
     )
     broken = [name for name, tensor in model.state_dict().items() if not bool(tensor.isfinite().all())]
@@ -85,9 +88,12 @@ def training_arguments(architecture: DraftArchitecture, verifier: Path, ttt_step
     }
 
 
-def draft_class() -> type[Eagle3DraftModel]:
-    """On a CPU, the same model with a forward that leaves out what nothing depends on."""
-    return Eagle3DraftModel if torch.cuda.is_available() else CpuEagle3DraftModel
+def draft_class(shards: bool = False) -> type[Eagle3DraftModel]:
+    """On a CPU, the same model with a forward that leaves out what nothing depends on.
+
+    Not where it is dealt out: FSDP gathers weights when a layer is called, and that forward reads them without a call.
+    """
+    return Eagle3DraftModel if shards or torch.cuda.is_available() else CpuEagle3DraftModel
 
 
 def layer_config(architecture: DraftArchitecture) -> LlamaConfig:

@@ -26,6 +26,18 @@ def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def num_local_processes() -> int:
+    """On this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def first_says(word: bool) -> bool:
+    """What the first process says; every process must ask."""
+    told = [word]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
 @contextmanager
 def process_group() -> Iterator[None]:
     """Joined for the time of the block where torchrun has started this process; nothing otherwise."""

@@ -14,10 +14,10 @@ from typing import Any
 from eagle3.atomic_files import write_json
 from eagle3.drafts.checkpoints import write_epoch
 from eagle3.drafts.draft_architecture import DraftArchitecture, resolve_architecture
-from eagle3.drafts.draft_model import Vocabulary, build_draft, draft_steps, read_vocabulary
+from eagle3.drafts.draft_model import Eagle3DraftModel, Vocabulary, build_draft, draft_steps, read_vocabulary
 from eagle3.drafts.draft_walk import Walked, predict, walk_table
 from eagle3.drafts.parity import probe_of, probe_rows
-from eagle3.drafts.process_group import num_processes, process_group, rank
+from eagle3.drafts.process_group import num_local_processes, num_processes, process_group, rank
 from eagle3.drafts.training import TrainingRun, train, use_threads
 from eagle3.drafts.training_curves import EpochMetrics, announce
 from eagle3.drafts.training_data import Documents, PackedRows, read_documents
@@ -41,7 +41,7 @@ JOB, RUN, WARM_START = "job.json", "run.json", "warm_start.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What all processes of a run are told. cpu_threads: of all together; save_every as in `training.train`."""
+    """What all processes of a run are told. cpu_threads: of all on a node; save_every, shards: `training.train`."""
 
     train: TrainParams
     draft: DraftParams
@@ -49,6 +49,7 @@ class Job:
     seed: int
     cpu_threads: int | None
     save_every: float | None
+    shards: bool
 
 
 def write_job(folder: Path, job: Job) -> None:
@@ -78,12 +79,15 @@ class Run:
         self.parity_rows = probe_rows(states, splits["val"], size, params.ttt_steps)
         self.vocabulary: Vocabulary | None = read_vocabulary(VOCAB_MAP, self.architecture)
         self.d2t = self.vocabulary and self.vocabulary[0]
-        self.model = build_draft(self.architecture, self.verifier, self.vocabulary, params.ttt_steps, job.seed)
+        self.model = build_draft(
+            self.architecture, self.verifier, self.vocabulary, params.ttt_steps, job.seed, job.shards
+        )
 
     def train(self) -> None:
         start = self._warm_start()
         rows = self.train_rows, self.val_rows
-        done = train(self.model, self.job.train, rows, self.folder, self._close_epoch, self.job.save_every)
+        asked, save_every, shards = self.job.train, self.job.save_every, self.job.shards
+        done = train(self.model, asked, rows, self.folder, self._close_epoch, save_every, shards)
         if rank() == 0:
             write_json(self.folder / RUN, self._record(done, start))
 
@@ -99,24 +103,24 @@ class Run:
         path = self.folder / WARM_START
         if rank() == 0:
             if not path.exists():
-                write_json(path, {**taken, "walk": walk_table(self._walked())})
+                write_json(path, {**taken, "walk": walk_table(self._walked(self.model))})
             record: Record = read_json_object(path).value
             announce(step_0(record, self.job.train.ttt_steps))
             return record
         return None
 
-    def _close_epoch(self, epoch: int, metrics: EpochMetrics) -> None:
+    def _close_epoch(self, epoch: int, metrics: EpochMetrics, model: Eagle3DraftModel) -> None:
         params = self.job.train
-        place = write_epoch(self.folder / "checkpoints", epoch, self.model, self.verifier.source)
-        write_probe(place / PROBE, probe_of(self.model, self.parity_rows, self.d2t, params.ttt_steps))
-        walked = self._walked()
+        place = write_epoch(self.folder / "checkpoints", epoch, model, self.verifier.source)
+        write_probe(place / PROBE, probe_of(model, self.parity_rows, self.d2t, params.ttt_steps))
+        walked = self._walked(model)
         write_walks(place, {one.sample_id: one.right_n for one in walked if one.split == "eval"})
         record = epoch_record(epoch, metrics, walk_table(walked), walk_table(walked, loops=False))
         write_json(self.folder / f"epoch_{epoch}.json", record)
         announce(progress(record, params.ttt_steps))
 
-    def _walked(self) -> list[Walked]:
-        return predict(draft_steps(self.model), self.walk_rows, self.d2t)
+    def _walked(self, model: Eagle3DraftModel) -> list[Walked]:
+        return predict(draft_steps(model), self.walk_rows, self.d2t)
 
     def _record(self, done: TrainingRun, start: Record | None) -> Record:
         return {
@@ -139,7 +143,7 @@ def architecture_of(job: Job, verifier: Verifier) -> DraftArchitecture:
 def run_job(folder: Path) -> dict[str, Any]:
     """Train in this process what `folder` asks for, going on from what is there; the run's record."""
     job = read_job(folder)
-    use_threads(job.cpu_threads and max(1, job.cpu_threads // num_processes()))
+    use_threads(job.cpu_threads and max(1, job.cpu_threads // num_local_processes()))
     with process_group():
         Run(folder, job).train()
     return read_json_object(folder / RUN).value

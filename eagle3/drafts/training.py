@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,8 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.trainer import Trainer, TrainerConfig
 
 from eagle3.drafts.draft_model import INITIAL_STD, device
-from eagle3.drafts.process_group import num_processes, rank
+from eagle3.drafts.process_group import first_says, num_processes, rank
+from eagle3.drafts.sharding import gathered_weights
 from eagle3.drafts.training_curves import Curves, EpochMetrics, announce, curves_of
 from eagle3.drafts.training_data import PackedRows
 from eagle3.drafts.training_state import SaveSchedule, load_state, save_state
@@ -29,6 +31,7 @@ MUON_NS_STEPS = 5
 MUON_ADJUST_LR = "match_rms_adamw"
 COSINE_CYCLES = 0.5  # from the peak to zero, once
 FLEX_BLOCK = 128
+OnEpoch = Callable[[int, EpochMetrics, Eagle3DraftModel], None]
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,19 @@ def train(
     params: TrainParams,
     rows: tuple[PackedRows, PackedRows],
     folder: Path,
-    on_epoch: Callable[[int, EpochMetrics], None],
+    on_epoch: OnEpoch,
     save_every: float | None = None,
+    shards: bool = False,
 ) -> TrainingRun:
-    """Train `model` in place; `on_epoch(number, metrics)` runs after each epoch's validation, in the first process.
+    """Train `model`; `on_epoch(number, metrics, model)` runs after each epoch's validation, in the first process.
 
     rows: training and validation. Where torchrun has started several processes (see `eagle3.drafts.process_group`),
     each takes training rows of its own and a step is the mean over them; since the loss of a row is a mean over its
     targets, a target weighs more in a row with few of them. folder: keeps the state of the run; a killed run that is
     called again with the same model, parameters, rows and folder goes on from there, and on a CPU ends with the bytes
     of an uninterrupted one. save_every: seconds between two states, None = at most 2% of the time (`SaveSchedule`).
+    shards: weights, gradients and optimizer are dealt out to the processes (FSDP); `on_epoch` gets a whole copy. Else
+    `model` itself is trained.
 
     SIGTERM and SIGINT end the run with the caller's own handlers. Raises `InvalidInput` when the loss is no longer
     finite.
@@ -70,14 +76,15 @@ def train(
     sizes = [len(train_rows.own_rows(number)) for number in range(checkpoints)]
     _check_parts(min(sizes), params.checkpoints_per_epoch)
     steps = sum(sizes)
-    config = trainer_config(params, steps, folder / "unused")
+    config = trainer_config(params, steps, folder / "unused")._replace(fsdp_shard=shards)
+    whole = copy.deepcopy(model) if shards and rank() == 0 else model
     with ExitStack() as stack:
         stack.enter_context(_on_this_device())
         curves = stack.enter_context(curves_of(steps, silent=rank() != 0))
         trainer = EpochTrainer(model, config, train_rows, val_rows)
         if device().type == "cpu":
             trainer.device_type = "cpu"  # it falls back to "cuda", where autocast switches itself off
-        trainer.on_epoch = partial(_close_epoch, on_epoch, curves, params.ttt_steps)
+        trainer.on_epoch = partial(_close_epoch, on_epoch, trainer, whole, params.ttt_steps)
         trainer.go_on(folder, curves, SaveSchedule(save_every))
         # The decorator around run_training answers SIGTERM and SIGINT with a save and a normal return, exit code 0
         # (graceful_shutdown.py, 0.9.0); below it the signals do what the stage guard says.
@@ -88,11 +95,18 @@ def train(
     return TrainingRun(epochs, trainer.seconds, saving, passes, _settings(trainer))
 
 
-def _close_epoch(on_epoch: Callable[[int, EpochMetrics], None], curves: Curves, ttt_steps: int, epoch: int) -> None:
-    """Every process has the same metrics and weights; the first one speaks and writes."""
-    metrics = curves.close_epoch(ttt_steps)
+def _close_epoch(on_epoch: OnEpoch, trainer: EpochTrainer, whole: Eagle3DraftModel, ttt_steps: int, epoch: int) -> None:
+    """Every process has the same metrics and weights, or its part of them; the first one speaks and writes."""
+    metrics = trainer.curves.close_epoch(ttt_steps)
+    if not trainer.config.fsdp_shard:
+        if rank() == 0:
+            on_epoch(epoch, metrics, whole)
+        return
+    weights = gathered_weights(trainer.model)
     if rank() == 0:
-        on_epoch(epoch, metrics)
+        whole.load_state_dict(weights)
+        on_epoch(epoch, metrics, whole.to(device()))
+        whole.to("cpu")
 
 
 def trainer_config(params: TrainParams, steps: int, folder: Path) -> TrainerConfig:
@@ -174,6 +188,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         "initial_std": INITIAL_STD,
         "autocast": "bfloat16",
         "processes": num_processes(),
+        "shards": trainer.config.fsdp_shard,
     }
 
 
@@ -223,11 +238,12 @@ class EpochTrainer(Trainer):
     def _step_done(self) -> None:
         """The weights, the optimizer and the curves have taken the row in."""
         self.step += 1
-        if self.schedule.due():
+        due = self.schedule.due()
+        if first_says(due) if self.config.fsdp_shard else due:
             self._save(self.epoch, self.step, self.seconds + self._elapsed())
 
     def _save(self, epoch: int, step: int, seconds: float) -> None:
-        if rank() != 0:
+        if rank() != 0 and not self.config.fsdp_shard:
             return
         start = time.monotonic()
         save_state(self.folder, self, self.curves, epoch, step, seconds)

@@ -1,4 +1,7 @@
-"""What training leaves behind in numbers: the record of an epoch, the best one, and the reports under reports/."""
+"""What training leaves behind in numbers: the record of a checkpoint, the best one, and the reports under reports/.
+
+A checkpoint is one of `train.checkpoints_per_epoch` in a pass over the samples; number N, from 0, lies in `epoch_N`.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,15 @@ def walk_length(record: Record, split: str, k: int, table: str = "walk") -> floa
 
 
 def best_epoch(records: Sequence[Record], k: int) -> int:
-    """The epoch with the longest walk over val at k drafted tokens; the earliest of equals. eval selects nothing."""
+    """The checkpoint with the longest walk over val at k drafted tokens, the earliest of equals; eval selects nothing.
+
+    Its number, as in `epoch_N`.
+    """
     return int(max(records, key=lambda record: (walk_length(record, "val", k), -record["epoch"]))["epoch"])
 
 
 def summary(records: Sequence[Record], k: int) -> Record:
-    """reports/train.json: the best epoch's numbers. The accuracies say that they ignore tokens without a draft id."""
+    """reports/train.json: the best checkpoint's numbers. The accuracies' names say what they ignore."""
     best = records[best_epoch(records, k)]
     accuracies = {
         f"{split}_accuracy_inside_draft_vocabulary_step_{step}": value
@@ -51,18 +57,18 @@ def summary(records: Sequence[Record], k: int) -> Record:
         for split in ("val", "eval")
     }
     losses = {name: best[name] for name in ("train_loss", "val_loss")}
-    return {"best_epoch": best["epoch"], **losses, **accuracies, **walks}
+    return {"best_checkpoint": best["epoch"], **losses, **accuracies, **walks}
 
 
 def verdict(records: Sequence[Record], k: int) -> str:
-    """One line for people; says so when later epochs did not help."""
+    """One line for people; says so when later checkpoints did not help."""
     best = records[best_epoch(records, k)]
     text = (
-        f"{len(records)} epochs, best {best['epoch']}: val loss {best['val_loss']:.3f}, acceptance length by walk at "
-        f"k={k}: {walk_length(best, 'val', k):.3f} on val, {walk_length(best, 'eval', k):.3f} on eval"
+        f"{len(records)} checkpoints, best epoch_{best['epoch']}: val loss {best['val_loss']:.3f}, acceptance length by "
+        f"walk at k={k}: {walk_length(best, 'val', k):.3f} on val, {walk_length(best, 'eval', k):.3f} on eval"
     )
     if len(records) > 1 and best["epoch"] == records[0]["epoch"]:
-        return f"{text}; validation did not improve after the first epoch"
+        return f"{text}; validation did not improve after the first checkpoint"
     return text
 
 
@@ -76,15 +82,15 @@ def step_0(record: Record, k: int) -> str:
 
 
 def progress(record: Record, k: int) -> str:
-    """The line of one epoch, while training goes on."""
+    """The line of one checkpoint, while training goes on."""
     return (
-        f"epoch {record['epoch']}: loss {record['train_loss']:.3f}, val {record['val_loss']:.3f}, acceptance length by "
+        f"epoch_{record['epoch']}: loss {record['train_loss']:.3f}, val {record['val_loss']:.3f}, acceptance length by "
         f"walk at k={k}: {walk_length(record, 'val', k):.3f} on val, {walk_length(record, 'eval', k):.3f} on eval"
     )
 
 
 def write_reports(out: Callable[[str], Path], records: Sequence[Record], k: int, start: Record | None = None) -> None:
-    """train.json, loss.csv (one row per epoch) and accuracy.csv (per epoch and step, inside the draft vocabulary).
+    """train.json, loss.csv (a row per checkpoint) and accuracy.csv (per checkpoint and step, inside the vocabulary).
 
     start: the walk of the draft that training began with.
     """
@@ -100,8 +106,8 @@ def write_reports(out: Callable[[str], Path], records: Sequence[Record], k: int,
         if start
     }
     write_json(out("reports/train.json"), summary(records, k) | before)
-    write_text(out("reports/loss.csv"), _csv("epoch,train,val", losses))
-    write_text(out("reports/accuracy.csv"), _csv("epoch,step,train,val", accuracies))
+    write_text(out("reports/loss.csv"), _csv("checkpoint,train,val", losses))
+    write_text(out("reports/accuracy.csv"), _csv("checkpoint,step,train,val", accuracies))
 
 
 def _csv(header: str, rows: Iterable[tuple[Any, ...]]) -> str:

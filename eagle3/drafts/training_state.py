@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from eagle3.atomic_files import atomic_path
-from eagle3.drafts.process_group import num_processes
+from eagle3.drafts.process_group import num_processes, rank
+from eagle3.drafts.sharding import deal_out, gathered_state
 from eagle3.drafts.training_curves import Curves, EpochMetrics
 from eagle3.problems import invalid
 
@@ -53,18 +54,23 @@ class SaveSchedule:
 
 
 def save_state(folder: Path, trainer: Any, curves: Curves, epoch: int, step: int, seconds: float) -> None:
-    """Write what a run needs to go on with row `step` of `epoch`; whole or not at all.
+    """Write what a run needs to go on with row `step` of `epoch`; whole or not at all; in the first process.
 
-    trainer: speculators' Trainer. seconds: spent in the training loop so far.
+    trainer: speculators' Trainer. seconds: spent in the training loop so far. Where the state is dealt out, every
+    process must call it.
     """
+    weights, optimizers = _taken(trainer)
+    if rank() != 0:
+        return
     state = {
         "epoch": epoch,
         "step": step,
         "global_step": trainer.global_step,
         "seconds": seconds,
         "processes": num_processes(),
-        "weights": {name: tensor.data for name, tensor in _trained(trainer.model).items()},
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "shards": trainer.config.fsdp_shard,
+        "weights": weights,
+        "optimizers": optimizers,
         "schedulers": [scheduler.state_dict() for scheduler in trainer.schedulers],
         "rng": torch.get_rng_state(),
         "rng_of_gpus": torch.cuda.get_rng_state_all(),
@@ -91,13 +97,16 @@ def load_state(folder: Path, trainer: Any, curves: Curves) -> tuple[int, int, fl
             f"set train_processes: {state['processes']} in machine.yaml, or rm {path}   (training then starts over)",
             "steps and rows would not fit together",
         )
-    weights = _trained(trainer.model)
-    assert set(state["weights"]) == set(weights), "a state of another draft under the same inputs"
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            tensor.copy_(state["weights"][name])
-    for each, stored in zip(trainer.optimizers, state["optimizers"], strict=True):
-        each.load_state_dict(stored)
+    if state.get("shards") is not trainer.config.fsdp_shard:
+        raise invalid(
+            "training-state",
+            str(path),
+            f"a run with train_shards: {str(state.get('shards')).lower()}",
+            f"one with train_shards: {str(trainer.config.fsdp_shard).lower()}",
+            f"set it back in machine.yaml, or rm {path}   (training then starts over)",
+            "weights would be rounded otherwise from here on",
+        )
+    _put_back(trainer, state["weights"], state["optimizers"])
     for each, stored in zip(trainer.schedulers, state["schedulers"], strict=True):
         each.load_state_dict(stored)
     trainer.current_epoch, trainer.global_step = state["epoch"], state["global_step"]
@@ -120,6 +129,27 @@ def _read(path: Path) -> dict[str, Any]:
             f"rm {path}   (training then starts from its first step)",
         ) from None
     return state
+
+
+def _taken(trainer: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Trained weights by name, and a list of the optimizers' states; dealt out: one state by name."""
+    if trainer.config.fsdp_shard:
+        return gathered_state(trainer.model, trainer.optimizers)
+    weights = {name: tensor.data for name, tensor in _trained(trainer.model).items()}
+    return weights, [optimizer.state_dict() for optimizer in trainer.optimizers]
+
+
+def _put_back(trainer: Any, stored: dict[str, torch.Tensor], optimizers: Any) -> None:
+    weights = _trained(trainer.model)
+    assert set(stored) == set(weights), "a state of another draft under the same inputs"
+    if trainer.config.fsdp_shard:
+        deal_out(trainer.model, trainer.optimizers, stored, optimizers)
+        return
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.copy_(stored[name])
+    for each, state in zip(trainer.optimizers, optimizers, strict=True):
+        each.load_state_dict(state)
 
 
 def _trained(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:

@@ -56,14 +56,15 @@ def estimate(params: Params, verifier: Path | None) -> list[Need]:
     how = f"{tokens:,} tokens {counted} x {per_token:,} bytes: {len(ids) + 1} states of {numbers}"
     trained, frozen = _draft_weights(params, config)
     passes = tokens * params.train.epochs
+    checkpoints = params.train.epochs * params.train.checkpoints_per_epoch
     return [
         Need("extract", tokens * per_token, 0, _seconds(tokens, rates.get("extract")), how),
         Need(
             "train",
-            (frozen + trained * params.train.epochs) * BF16,
+            (frozen + trained * checkpoints) * BF16,
             trained * BYTES_PER_TRAINED_WEIGHT + (frozen + config["vocab_size"] * config["hidden_size"]) * FLOAT32,
             _seconds(passes, rates.get("train")),
-            f"{trained:,} trained and {frozen:,} frozen weights, {params.train.epochs} epochs; activations come on top",
+            f"{trained:,} trained and {frozen:,} frozen weights, {checkpoints} checkpoints; activations come on top",
         ),
     ]
 
