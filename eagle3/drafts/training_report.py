@@ -64,8 +64,8 @@ def verdict(records: Sequence[Record], k: int) -> str:
     """One line for people; says so when later checkpoints did not help."""
     best = records[best_epoch(records, k)]
     text = (
-        f"{len(records)} checkpoints, best epoch_{best['epoch']}: val loss {best['val_loss']:.3f}, acceptance length by "
-        f"walk at k={k}: {walk_length(best, 'val', k):.3f} on val, {walk_length(best, 'eval', k):.3f} on eval"
+        f"{len(records)} checkpoints, best epoch_{best['epoch']}: val loss {best['val_loss']:.3f}, acceptance length "
+        f"by walk at k={k}: {walk_length(best, 'val', k):.3f} on val, {walk_length(best, 'eval', k):.3f} on eval"
     )
     if len(records) > 1 and best["epoch"] == records[0]["epoch"]:
         return f"{text}; validation did not improve after the first checkpoint"
