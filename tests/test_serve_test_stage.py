@@ -225,6 +225,7 @@ def test_each_number_of_drafted_tokens_has_its_row(released, repository):
     lengths = [float(row.split(",")[1]) for row in rows[1:]]
     assert lengths[0] == 1.0
     assert lengths[1] == lengths[2] > 1.2
+    assert released[1].count(", the fastest here") == 1
 
 
 @pytest.mark.engine

@@ -35,7 +35,8 @@ def test_a_good_server_has_no_faults_and_no_differences():
         ({"chat": (CHAT, replace(CHAT, text="one two"))}, "chat: the streamed answer is not the whole one"),
         ({"tool_call": (CALL, replace(CALL, tool_calls=()))}, "tool_call: the streamed answer is not the whole one"),
         ({"tool_call": (CHAT, CHAT)}, "tool_call: no call, though one is required"),
-        ({"stop_string": (CHAT, CHAT)}, "stop_string: 'two' did not end the answer (stop)"),
+        ({"stop_string": (CHAT, CHAT)}, "stop_string: 'two' did not cut the answer where it first stands"),
+        ({"stop_string": (replace(STOPPED, text="o"),) * 2}, "'two' did not cut the answer where it first stands"),
         ({"stop_string": (replace(STOPPED, finish_reason="length"),) * 2}, "did not end the answer (length)"),
     ],
 )
@@ -43,6 +44,13 @@ def test_each_fault_is_named_with_its_server_and_probe(changed, fault):
     [found] = faults(suite(**changed), "with the draft")
     assert found.startswith("with the draft, ")
     assert found.endswith(fault)
+
+
+def test_a_server_that_never_says_the_stop_string_answers_as_without_it():
+    other = replace(CHAT, token_ids=[5, 9, 7], text="one 2 three")
+    assert faults(suite(chat=(other, other), stop_string=(other, other)), "without the draft") == []
+    cut = replace(other, text="one ")
+    assert len(faults(suite(chat=(other, other), stop_string=(cut, cut)), "without the draft")) == 1
 
 
 def test_answers_that_part_are_judged_and_a_call_as_one_that_a_grammar_constrained():

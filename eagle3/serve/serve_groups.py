@@ -113,9 +113,11 @@ def detail_lines(report: Report) -> list[str]:
             f"questions             {questions['turns']} turns, {len(questions['too_long'])} too long; {lengths}"
         )
     if len(report["speed_by_drafts"]) > 2:
+        fastest = max(report["speed_by_drafts"], key=lambda row: row["tokens_per_second"])["num_speculative_tokens"]
         lines += [
             f"  {row['num_speculative_tokens']} drafted a round   acceptance length {row['acceptance_length']:.3f}, "
             f"{row['tokens_per_second']} tokens/s, {row['speed_up']} times"
+            f"{', the fastest here' if row['num_speculative_tokens'] == fastest else ''}"
             for row in report["speed_by_drafts"]
         ]
     return lines

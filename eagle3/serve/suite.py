@@ -220,8 +220,11 @@ def faults(served: Suite, name: str) -> list[str]:
     for probe, (whole, streamed) in served.probes.items():
         if whole != streamed:
             found.append(f"{name}, {probe}: the streamed answer is not the whole one")
-    stopped = served.probes["stop_string"][0]
-    if served.stop in stopped.text or stopped.finish_reason != "stop":
+    stopped, chat = served.probes["stop_string"][0], served.probes["chat"][0]
+    # a server whose own answer parts from the other's before that word goes on to the end of it
+    if stopped.text != chat.text.partition(served.stop)[0]:
+        found.append(f"{name}, stop_string: {served.stop!r} did not cut the answer where it first stands")
+    if served.stop in chat.text and stopped.finish_reason != "stop":
         found.append(f"{name}, stop_string: {served.stop!r} did not end the answer ({stopped.finish_reason})")
     if not served.probes["tool_call"][0].tool_calls:
         found.append(f"{name}, tool_call: no call, though one is required")
