@@ -118,16 +118,6 @@ def test_a_dealt_out_run_that_was_ended_goes_on_to_the_same_bytes_on_two_nodes(r
         assert torch.equal(found["weights"][name], tensor), name
 
 
-@pytest.mark.long
-def test_a_state_of_a_whole_copy_is_not_dealt_out(runs, one, capfd):
-    """The fixture `one` makes the verifier's folder; the run of two whole copies stops, and goes on in parts."""
-    with pytest.raises(SystemExit):
-        trained(runs, "mixed", 64, Launch(2), stop_after=1)
-    with pytest.raises(SystemExit):
-        trained(runs, "mixed", 64, Launch(2, shards=True))
-    assert "train_shards: false" in capfd.readouterr().err
-
-
 def test_a_process_that_fails_ends_the_run_with_its_status(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as caught:

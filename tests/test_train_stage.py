@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eagle3.manifests import read_manifest, verify_files
 from eagle3.params import VerifierParams
@@ -174,16 +175,21 @@ def test_an_existing_draft_is_measured_before_the_first_step(trained, untrained)
 
 
 @pytest.mark.long
-def test_two_processes_are_ended_together_and_go_on_together(untrained):
+@pytest.mark.parametrize("shards", ["false", "true"])
+def test_two_processes_are_ended_together_and_go_on_together(untrained, shards):
     set_params(untrained, SMALL_ROWS)
-    (untrained / "machine.yaml").write_text("cpu_threads: 2\nsave_state_minutes: 0\ntrain_processes: 2\n")
+    machine = f"cpu_threads: 2\nsave_state_minutes: 0\ntrain_processes: 2\ntrain_shards: {shards}\n"
+    (untrained / "machine.yaml").write_text(machine)
     killed_after_a_row_of_the_second_epoch(untrained, signal.SIGTERM)
     done = train(untrained)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("train: goes on with row ") == 1, "one process speaks"
     manifest = read_manifest(untrained / "data/checkpoints", "train")
-    assert manifest.decisions["training"]["processes"] == 2
+    training = manifest.decisions["training"]
+    assert (training["processes"], str(training["shards"]).lower()) == (2, shards)
     verify_files(untrained / "data/checkpoints", manifest)
+    [shard] = untrained.glob("data/checkpoints/epoch_11/model-trained.safetensors")
+    assert "norm.weight" in load_file(shard), "whole tensors, as in any other run"
 
 
 def test_a_map_of_other_samples_is_refused(untrained):

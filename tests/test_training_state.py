@@ -120,6 +120,16 @@ def test_a_state_of_another_number_of_processes_is_refused(verifier, data, tmp_p
         run(verifier, data, tmp_path)
 
 
+@pytest.mark.parametrize("kept", [{"shards": True}, {}], ids=["dealt out", "of an earlier version"])
+def test_a_state_of_weights_held_otherwise_is_refused(verifier, data, tmp_path, kept):
+    run(verifier, data, tmp_path)
+    state = torch.load(tmp_path / FILE, weights_only=True)
+    del state["shards"]
+    torch.save(state | kept, tmp_path / FILE)
+    with pytest.raises(InvalidInput, match=r"(?s)train_shards: (true|none).*one with train_shards: false.*rm "):
+        run(verifier, data, tmp_path)
+
+
 def test_saving_takes_at_most_two_percent_of_the_time_unless_asked_otherwise(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("eagle3.drafts.training_state.time.monotonic", lambda: now[0])
