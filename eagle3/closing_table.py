@@ -78,13 +78,15 @@ def _served() -> list[str]:
     report = _report("serve-test", "reports/serve_test.json")
     served, greedy, speed = report["served"], report["greedy"], report["speed"]
     low, high = served["interval_95"]
+    slowest, fastest = speed["speed_up_interval_95"]
     rates = " ".join(f"{rate:.3f}" for rate in served["rate_per_position"])
     length = f"{served['acceptance_length']:.3f} (95%: {low:.3f} to {high:.3f}), {served['rounds']:,} rounds"
     free = f"{report['served_without_loops']['acceptance_length']:.3f} without loops"
     equal = f"{greedy['equal']} of {report['prompts']} equal with and without the draft, {greedy['ties']} near-ties"
     speeds = (
         f"{speed['tokens_per_second_with_draft']:.1f} with the draft, "
-        f"{speed['tokens_per_second_without_draft']:.1f} without: {speed['speed_up']:.2f} times"
+        f"{speed['tokens_per_second_without_draft']:.1f} without: {speed['speed_up']:.2f} times "
+        f"(95%: {slowest:.2f} to {fastest:.2f})"
     )
     return [
         _row("acceptance length", f"{length}; {free}"),

@@ -20,7 +20,12 @@ REPORT = {
     "walk": LENGTH,
     "against_walk": {"rounds": 900, "acceptance_length": 1.8344, "walk_acceptance_length": 1.8311},
     "greedy": {"equal": 71, "ties": 1, "faults": 0},
-    "speed": {"tokens_per_second_with_draft": 36.3, "tokens_per_second_without_draft": 25.1, "speed_up": 1.446},
+    "speed": {
+        "tokens_per_second_with_draft": 36.3,
+        "tokens_per_second_without_draft": 25.1,
+        "speed_up": 1.446,
+        "speed_up_interval_95": [1.402, 1.497],
+    },
 }
 CHECK = {"epochs": {"epoch_0": {}, "epoch_1": {}}, "errors": 0, "warnings": 2}
 EXPECTED = """\
@@ -38,7 +43,7 @@ acceptance length     1.830 (95%: 1.760 to 1.910), 1,000 rounds; 1.830 without l
   predicted by walk   1.830; over the same 900 rounds 1.831 predicted and 1.834 served
 acceptance rate       0.460 0.240 0.130 by position, 3 tokens drafted a round
 greedy answers        71 of 72 equal with and without the draft, 1 near-ties
-tokens/s              36.3 with the draft, 25.1 without: 1.45 times
+tokens/s              36.3 with the draft, 25.1 without: 1.45 times (95%: 1.40 to 1.50)
 
 stage                 time          peak memory
 sample                2:31          2.3 GiB
