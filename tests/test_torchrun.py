@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.drafts.torchrun import Launch, launch_of, processes_of, run_with_torchrun
+from eagle3.drafts.torchrun import Launch, join, launch_of, processes_of, run_with_torchrun
 from eagle3.machine import DEFAULT, Machine
 from eagle3.problems import InvalidInput
 from tests.code_deps import ROOT
@@ -50,6 +50,16 @@ def test_lines_of_the_machine_that_do_not_fit_together_are_refused():
         launch(train_nodes=2)
     with pytest.raises(InvalidInput, match=r"(?s)train_shards.*train_processes"):
         launch(train_shards=True)
+
+
+def test_a_node_joins_only_a_run_that_waits_for_it(tmp_path):
+    two = Machine(**{**vars(DEFAULT), "train_nodes": 2, "train_rendezvous": "node1:29400"})
+    with pytest.raises(InvalidInput, match="no such folder"):
+        join(tmp_path / "none", two)
+    with pytest.raises(InvalidInput, match="a run of one node"):
+        join(tmp_path, DEFAULT)
+    usage = subprocess.run([sys.executable, "-m", "eagle3.drafts.torchrun"], cwd=ROOT, capture_output=True, text=True)
+    assert (usage.returncode, usage.stderr.split()[0]) == (2, "usage:")
 
 
 def trained(folder: Path, name: str, total_seq_len: int, *launches: Launch, stop_after: int | None = None) -> dict:

@@ -124,14 +124,29 @@ def _end(torchrun: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     """A further node's part of the run that the train stage has begun on the first."""
+    if len(sys.argv) != 2:
+        print("usage: python -m eagle3.drafts.torchrun FOLDER   (the train stage names it)", file=sys.stderr)
+        return 2
     try:
-        machine = read_machine()
-        launch = launch_of(machine, 0)
-        run_with_torchrun(MODULE, Path(sys.argv[1]), launch, machine.cpu_threads)
+        join(Path(sys.argv[1]), read_machine())
     except InvalidInput as error:
         print(error, file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def join(folder: Path, machine: Machine) -> None:
+    """`InvalidInput` where the run in `folder` waits for nobody."""
+    launch = launch_of(machine, visible_gpus=0)
+    if launch.nodes == 1 or not folder.is_dir():
+        raise invalid(
+            "machine",
+            str(folder),
+            "no such folder" if launch.nodes > 1 else "a run of one node, by machine.yaml",
+            "the folder that the train stage has named, and train_nodes in machine.yaml, on a disk of all nodes",
+            "run it in the clone where the stage runs",
+        )
+    run_with_torchrun(MODULE, folder, launch, machine.cpu_threads)
 
 
 if __name__ == "__main__":
