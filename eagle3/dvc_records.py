@@ -72,6 +72,12 @@ def listing(md5: str) -> dict[str, str] | None:
         return None
 
 
+def rotten_listings() -> list[Path]:
+    """The cache's lists of a folder's files that have another content than their names say; DVC itself trusts them."""
+    found = (cache_folder() / "files" / "md5").glob("*/*.dir")
+    return [path for path in found if file_md5(path) != path.parent.name + path.name.removesuffix(".dir")]
+
+
 def is_cached(out: Json) -> bool:
     """Whether every object of one `outs` entry of dvc.lock is in the cache."""
     if not out["md5"].endswith(".dir"):

@@ -91,15 +91,12 @@ def changed_file(path: Path, found: str, expected: str, stage: str) -> Problem:
     """An output of `stage` is not as it was made.
 
     DVC 3.67 looks at sizes and times alone, and never writes over an object of its cache: where a bit has flipped on
-    the disk, even `dvc repro --force` leaves the broken file there, of which the output is a hard link.
+    the disk, even `dvc repro --force` leaves the broken file there, of which the output is a hard link. Where a file is
+    missing, its list of the folder's files may be what is broken; it has then recorded that it is complete.
     """
-    return Problem(
-        "changed-file",
-        str(path),
-        found,
-        expected,
-        f"find .dvc/cache -samefile {path} -delete; rm -f {path}; then: dvc repro {stage}   (or: dvc pull {stage})",
-    )
+    mend = f"find .dvc/cache -samefile {path} -delete; rm -f {path}; then: dvc repro {stage}"
+    fix = mend if path.exists() else f"python -m eagle3 doctor; then: dvc repro --force --single-item {stage}"
+    return Problem("changed-file", str(path), found, expected, f"{fix}   (or: dvc pull {stage})")
 
 
 def _difference(path: Path, entry: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -113,6 +114,24 @@ def test_a_weak_processor_and_little_memory(here, monkeypatch):
     assert "cpu" in codes("warning")
     (here / "CPUINFO").write_text("flags : avx2 amx_bf16\n")
     assert "cpu" not in codes("error", "warning")
+
+
+def test_a_disk_with_little_room(here, monkeypatch):
+    assert "disk" not in codes("warning")
+    monkeypatch.setattr(doctor, "MIN_DISK_GIB", 10**9)
+    assert "disk" in codes("warning")
+
+
+def test_a_list_of_the_cache_with_a_flipped_bit(here):
+    text = b'[{"md5": "32d7de0ad90437a10c66fe9319999576", "relpath": "manifest.json"}]'
+    digest = hashlib.md5(text).hexdigest()
+    path = here / f".dvc/cache/files/md5/{digest[:2]}/{digest[2:]}.dir"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text)
+    assert codes() == set()
+    path.write_bytes(text.replace(b"json", b"jsom"))
+    found = [problem for problem in doctor.diagnose() if problem.code == "rotten-list"]
+    assert found[0].fix.startswith(f"rm -f {path.relative_to(here)}; then: dvc repro")
 
 
 def test_what_a_full_disk_and_an_open_file_of_secrets_leave(here):

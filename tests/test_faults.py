@@ -100,15 +100,16 @@ def require_whole_or_absent(folder: Path) -> None:
                 verify_files(place, manifest)
 
 
-def mend_locks(folder: Path) -> list[str]:
+MENDED = ("cut-lock", "short-lock", "cut-rwlock", "rotten-list")
+
+
+def mend_records(folder: Path) -> list[str]:
     """The codes of what doctor says of DVC's own files, after its remedies were run as a user would run them."""
     done = subprocess.run(
         ["python", "-m", "eagle3", "doctor", "--json"],
         **{"cwd": folder, "env": variables(folder), "text": True, "capture_output": True, "check": False},
     )
-    found = [
-        problem for problem in json.loads(done.stdout) if problem["code"] in ("cut-lock", "short-lock", "cut-rwlock")
-    ]
+    found = [problem for problem in json.loads(done.stdout) if problem["code"] in MENDED]
     for problem in found:
         command(folder, "bash", "-c", problem["fix"].partition("; then: ")[0])
     return [problem["code"] for problem in found]
@@ -129,7 +130,7 @@ def test_a_cut_lock_is_named_and_mended_and_nothing_runs_again(copy, reference):
     for code, status, length in cuts:
         (copy / "dvc.lock").write_text(text[:length])
         command(copy, "dvc", "repro", "--dry", status=status)
-        assert mend_locks(copy) == [code]
+        assert mend_records(copy) == [code]
         assert "Running stage" not in command(copy, "dvc", "repro").stdout
         assert outputs(copy) == reference
 
@@ -172,7 +173,7 @@ def test_a_kill_loses_nothing_and_leaves_nobody(copy, reference, victim, moment,
     assert dvc.returncode == (-signal.SIGKILL if victim == "dvc" else 255), f"{kill}\n{said}"
     wait_for(lambda: not session_of(dvc.pid), seconds=30)
     require_whole_or_absent(copy)
-    faults = mend_locks(copy)
+    faults = mend_records(copy)
     assert set(read_yaml(copy / "dvc.lock")["stages"]) == set(STAGES), faults
     command(copy, "dvc", "repro")
     assert outputs(copy) == reference, f"{kill} {faults=}"
@@ -273,6 +274,27 @@ def test_a_rotten_cache_object_is_named_by_the_stage_that_reads_it(copy, file, r
     command(copy, "dvc", "repro", reader)
     assert outputs(copy)[file] == before[file]
     assert cache_faults(copy) == []
+
+
+@pytest.mark.long
+def test_a_rotten_list_of_files_is_named_and_mended(copy):
+    """DVC trusts its list of an output's files and would check out a file under another name."""
+    before = outputs(copy)
+    outs = read_yaml(copy / "dvc.lock")["stages"]["sample"]["outs"]
+    md5 = next(out["md5"] for out in outs if out["path"] == "data/samples")
+    listed = copy / f".dvc/cache/files/md5/{md5[:2]}/{md5[2:]}"
+    text = listed.read_text()
+    listed.chmod(0o644)
+    listed.write_text(text.replace("samples.parquet", "samples.parquev"))
+    listed.chmod(0o444)  # what is read-only DVC believes without a look
+    shutil.rmtree(copy / "data/samples")
+    said = " ".join(command(copy, "dvc", "repro", "vocab-map", status=255).stderr.split())
+    assert "ERROR changed-file: data/samples/samples.parquet found: no such file" in said
+    remedy = re.search(r"fix: python -m eagle3 doctor; then: (dvc repro --force --single-item sample)", said)[1]
+    assert "rotten-list" in mend_records(copy)
+    command(copy, *remedy.split())
+    command(copy, "dvc", "repro")
+    assert outputs(copy) == before
 
 
 def test_time_zone_locale_and_hash_seed_change_no_byte(copy, reference):

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
 
+from eagle3.dvc_records import rotten_listings
 from eagle3.engines import installed_version
 from eagle3.formats.json_files import read_json_object
 from eagle3.machine import Machine, read_machine
@@ -27,6 +28,7 @@ from eagle3.verifiers.engine_limits import engine_limits
 LOCKS = {"cpu": Path("requirements/cpu.lock"), "cuda": Path("requirements/cuda.lock")}
 INSTALL = "make .venv/.installed && source .venv/bin/activate"
 MIN_MEMORY_GIB = 6
+MIN_DISK_GIB = 2  # data/ of the run in README.md has 0.6 GB
 MANY = 8
 MEMINFO, CPUINFO = Path("/proc/meminfo"), Path("/proc/cpuinfo")
 
@@ -157,11 +159,25 @@ def _memory() -> Iterator[Problem]:
         yield Problem("memory", "memory", f"{gib:.1f} GiB available", expected, "stop other programs", "", "warning")
 
 
+def _disk() -> Iterator[Problem]:
+    gib = shutil.disk_usage(Path()).free / 2**30
+    if gib < MIN_DISK_GIB:
+        expected = f"{MIN_DISK_GIB} GiB for the default parameters (eagle3 estimate: for yours)"
+        fix = "make room (dvc gc -w -a -T --all-experiments drops unused cache)"
+        yield Problem("disk", str(Path.cwd()), f"{gib:.1f} GiB free", expected, fix, "", "warning")
+
+
 def _repository() -> Iterator[Problem]:
     if not Path("dvc.yaml").is_file() or not Path(".dvc").is_dir():
         yield Problem("no-repository", str(Path.cwd()), "no dvc.yaml or no .dvc", "the root of a clone", "cd there")
         return
     yield from kill_faults()
+    for path in rotten_listings():
+        fix, consequence = (
+            f"rm -f {path}; then: dvc repro   (or: dvc pull)",
+            "DVC checks out other files without a word",
+        )
+        yield Problem("rotten-list", str(path), "another content", "the md5 of its name", fix, consequence)
     if Path("data").is_dir() and Path("data").stat().st_dev != Path(".dvc").stat().st_dev:
         fix = "dvc config --local cache.dir PATH   (on the file system of data/)"
         yield Problem(
@@ -182,5 +198,5 @@ def _holds_secrets(path: Path) -> bool:
 
 CHECKS: tuple[Callable[[], Iterator[Problem]], ...] = (
     *(_platform, _parameters, _verifier, _packages, _programs),
-    *(_cpu, _gpus, _memory, _repository),
+    *(_cpu, _gpus, _memory, _disk, _repository),
 )
