@@ -23,12 +23,15 @@ EXPERTS = {
     # vLLM 0.32.0 makes the gate's correction bias, which the weights hold, for this method alone
     **{"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
-VISION = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+VISION = {
+    **{"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64},
+    **{"pos_emb_height": 8, "pos_emb_width": 8},
+}
 # What Kimi-K2.5's preprocessor_config.json holds: vLLM starts with it though no prompt has an image.
 MEDIA = {
-    **{"in_patch_limit": 16384, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    **{"in_patch_limit": 256, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     **{"merge_kernel_size": 2, "fixed_output_tokens": None, "patch_limit_on_one_side": 512},
-    **{"in_patch_limit_each_frame": 4096, "in_patch_limit_video": None, "temporal_merge_kernel_size": 4},
+    **{"in_patch_limit_each_frame": 256, "in_patch_limit_video": None, "temporal_merge_kernel_size": 4},
     **{
         "sample_fps": 2.0,
         "timestamp_mode": "hh:mm:ss.fff",
@@ -73,7 +76,8 @@ def _model(shape: str, tokenizer: Any) -> Any:
     text = transformers.DeepseekV3Config(**values, num_key_value_heads=4, **LATENT, **EXPERTS)
     if shape == "deepseek_v3":
         return transformers.DeepseekV3ForCausalLM(text)
-    config = transformers.Kimi_K25Config(text_config=text.to_dict(), vision_config=VISION, image_token_id=0)
+    outer = {"image_token_id": 0, "projection_hidden_size": VISION["hidden_size"], "tie_word_embeddings": False}
+    config = transformers.Kimi_K25Config(text_config=text.to_dict(), vision_config=VISION, **outer)
     return transformers.Kimi_K25ForConditionalGeneration(config)
 
 
@@ -90,19 +94,27 @@ def _still(model: Any) -> None:
         model.get_output_embeddings().weight.mul_(8)
 
 
+# Names as transformers 5.19 saves them -> as the model's own files have them and vLLM reads them.
+PUBLISHED = {
+    "language_model.model.blocks.": "language_model.model.layers.",
+    "model.mm_projector.": "mm_projector.",
+    "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+}
+
+
 def _as_published(path: Path) -> None:
-    """transformers 5.19 saves another class name, and the text model's layers as the tower's `blocks`."""
+    """The class and the tensors under the names of Kimi-K2.5's own files, and the processor's config beside them."""
     from safetensors.torch import load_file, save_file
 
     config = json.loads((path / "config.json").read_text())
     config["architectures"] = ["KimiK25ForConditionalGeneration"]
     (path / "config.json").write_text(json.dumps(config))
-    weights = path / "model.safetensors"
-    tensors = load_file(weights)
-    renamed = {
-        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensors[name] for name in tensors
-    }
-    save_file(renamed, weights, {"format": "pt"})
+    tensors = load_file(path / "model.safetensors")
+    for saved, published in PUBLISHED.items():
+        tensors = {name.replace(saved, published): tensor for name, tensor in tensors.items()}
+    if "lm_head.weight" in tensors:
+        tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": MEDIA}))
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle3.formats.json_files import read_json_object
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.hidden_states import SampleStates, Shard, map_shard, sample_states
 from eagle3.states.store_dtypes import BFLOAT16, FP8
 from eagle3.verifiers.reference_model import load_reference
+from eagle3.verifiers.verifier import text_config
 
 # Relative error of a layer's states: the norm of the difference over the norm of the witness, over all tokens of a
 # sample but the first, whose state is often a hundred times as large as all others and would hide them.
@@ -30,7 +32,6 @@ from eagle3.verifiers.reference_model import load_reference
 # nearer to its own layer than to the neighbours.
 # fp8 adds at most 2^-4 / sqrt(3) = 0.036 of its own (rounding of numbers just over a power of two), at a right angle.
 BOUNDS = {BFLOAT16: 0.08, FP8: 0.09}
-BYTES_PER_WEIGHT = 4
 WITNESS = "transformers, float32"
 
 
@@ -159,7 +160,7 @@ def _decoder(model: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
 
 def _witness(verifier: Path, trust_remote_code: bool) -> Any:
     weights = sum(path.stat().st_size for path in verifier.glob("*.safetensors"))
-    needed, free = weights // 2 * BYTES_PER_WEIGHT, _available_memory()
+    needed, free = weights * _growth(verifier), _available_memory()
     if needed > free:
         raise invalid(
             "no-witness",
@@ -178,6 +179,12 @@ def _witness(verifier: Path, trust_remote_code: bool) -> Any:
             "a verifier that transformers loads as a causal language model",
             "dvc exp run -S extract.parity_samples=0 (the check of answered tokens still runs)",
         ) from error
+
+
+def _growth(verifier: Path) -> int:
+    """Bytes in float32 for one byte of the files: 2 where they hold bf16; up to 8 where they hold packed integers."""
+    config = read_json_object(verifier / "config.json").value
+    return 8 if "quantization_config" in {**config, **text_config(config)} else 2
 
 
 def _available_memory() -> int:
