@@ -6,12 +6,18 @@ It is looked up at `$DVC_ROOT` first, since a temporary experiment runs in a fol
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 
-from eagle3.params import StrictValidator, flag, integer, number, section_schema, text
+from eagle3.params import StrictValidator, flag, integer, number, rule, section_schema, text
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.yaml12 import read_yaml
+
+HOST_AND_PORT = r"^(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}$"
+SECONDS_TO_CONNECT = 3.0
 
 
 @dataclass(frozen=True)
@@ -33,15 +39,41 @@ class Machine:
     train_shards: bool | None = flag(nullable=True)
     # minutes between two states of a training run, 0 = after every step; null = at most 2% of the time goes into them
     save_state_minutes: float | None = number(0.0, 1e6, nullable=True)
+    # ray = extract runs `replicas` engines (null = one a node) over its shards, each with the sizes above, in processes
+    # of this machine or in the cluster at `ray_address`; null = one engine in the stage's process
+    executor: str | None = rule(type="string", allowed=["ray"], nullable=True)
+    replicas: int | None = integer(1, nullable=True)
+    ray_address: str | None = text(HOST_AND_PORT, nullable=True)
 
 
-def cores_by_rank(num_ranks: int, num_threads: int | None = None) -> str:
+def executor_problems(machine: Machine) -> Iterator[Problem]:
+    """Why the executor that is asked for cannot work: no Ray here, nobody at the address."""
+    if machine.executor is None:
+        if machine.replicas or machine.ray_address:
+            found = "replicas or ray_address without an executor"
+            yield Problem("executor", "machine.yaml", found, "executor: ray beside them", "add executor: ray")
+        return
+    if find_spec("ray") is None:
+        fix = "make .venv/.installed, or remove executor from machine.yaml"
+        yield Problem("executor", "machine.yaml: executor", "ray is not installed", "the lock's ray", fix)
+    elif machine.ray_address:
+        host, _, port = machine.ray_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
+        except OSError as error:
+            fix = f"ray start --head --port={port} there; ray start --address={machine.ray_address} on each other node"
+            found = f"{machine.ray_address}: {error.strerror or error}"
+            yield Problem("executor", "machine.yaml: ray_address", found, "a Ray cluster", fix)
+
+
+def cores_by_rank(num_ranks: int, num_threads: int | None = None, first: int = 0) -> str:
     """`0,1|2,3`: this process's cores dealt out to vLLM's CPU workers, as VLLM_CPU_OMP_THREADS_BIND takes them.
 
-    num_threads: cores of all ranks together, None = all. vLLM 0.32.0 itself keeps one core back for each rank, so that
-    two ranks find none on two cores.
+    num_threads: cores of all ranks together, None = all; first: how many cores before them are left to others. vLLM
+    0.32.0 itself keeps one core back for each rank, so that two ranks find none on two cores.
     """
-    cores = sorted(os.sched_getaffinity(0))[:num_threads]
+    every = sorted(os.sched_getaffinity(0))
+    cores = (every[first:] or every)[:num_threads]
     share = max(1, len(cores) // num_ranks)
     dealt = (cores[rank * share : (rank + 1) * share] or cores[-1:] for rank in range(num_ranks))
     return "|".join(",".join(map(str, one)) for one in dealt)

@@ -343,14 +343,25 @@ class _PeakMemory(threading.Thread):
 
 def _tree_memory(root: int) -> int:
     """Proportional memory of a process tree in bytes, so that shared pages count once (Linux /proc)."""
-    total, todo = 0, [root]
-    while todo:
-        pid = todo.pop()
+    total = 0
+    for pid in (root, *descendants(root)):
         try:
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                todo.extend(map(int, (task / "children").read_text().split()))
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
             total += int(rollup.partition("\nPss:")[2].split()[0]) * 1024
         except (OSError, IndexError, ValueError):
             continue  # the process ended meanwhile
     return total
+
+
+def descendants(root: int) -> list[int]:
+    """The process ids of a process's children and of theirs (Linux /proc)."""
+    found, todo = [], [root]
+    while todo:
+        try:
+            tasks = list(Path(f"/proc/{todo.pop()}/task").iterdir())
+            children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        except OSError:
+            continue  # the process ended meanwhile
+        found += children
+        todo += children
+    return found

@@ -15,6 +15,7 @@ from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
 from eagle3.states.hidden_states import plan_shards, store_errors
+from eagle3.states.ray_extraction import Job, extract_with_ray
 from eagle3.states.shard_file import check_sizes, clean_scratch, require_space
 from eagle3.states.store_dtypes import FP8
 from eagle3.states.witness import WITNESS, check_parity, first_samples
@@ -49,8 +50,12 @@ def run(stage: Stage) -> None:
         # the sample stage's window, so that rope scaling that looks at it is the same; one token more must fit
         window = max(made.params["sample"]["max_model_len"], 1 + max(len(one.input_ids) for one in samples))
         require_window(verifier, window)
-        engine = start_extraction(verifier, read_machine(), window, trust_remote_code, layer_ids)
-        done = extract_shards(engine, missing, home, layer_ids, made.decisions["greedy_splits"])
+        machine, greedy = read_machine(), made.decisions["greedy_splits"]
+        if machine.executor == "ray":
+            done = extract_with_ray(Job(verifier, machine, window, trust_remote_code, layer_ids, greedy, home), missing)
+        else:
+            engine = start_extraction(verifier, machine, window, trust_remote_code, layer_ids)
+            done = extract_shards(engine, missing, home, layer_ids, greedy)
         stage.figures["tokens_per_second"] = done.tokens_per_second
         stage.figures["bytes_written"] = sum(shard.num_bytes for shard in missing)
     if witnessed := first_samples(home, shards, params.parity_samples):

@@ -28,6 +28,7 @@ OWNERS = {
     "openai": {"serving", "suite"},
     "prometheus_client": {"serving"},
     "pyarrow": {"row_files", "samples"},
+    "ray": {"ray_extraction"},
     "safetensors": {"checkpoints", "engine_load", "hidden_states", "parity_probe", "vocab_map", "warm_start"},
     "speculators": {"cpu_draft", "draft_model", "parity", "process_group", "training"},
     "torch": {
@@ -46,7 +47,7 @@ OWNERS = {
         *("hidden_states_connector", "parity", "parity_probe", "process_group", "shard_file", "sharding", "training"),
         *("training_data", "training_state", "vllm_command", "vllm_engine", "warm_start", "witness"),
     },
-    "tqdm": {"extraction", "question_turns", "sample_making", "serving", "suite", "training_curves"},
+    "tqdm": {"extraction", "question_turns", "ray_extraction", "sample_making", "serving", "suite", "training_curves"},
     "transformers": {"chat_tokenizer", "cpu_norm", "dequantise", "draft_model", "reference_model"},
     "vllm": {"answers", "engine_load", "engine_parity", "extraction", "hidden_states_connector", "vllm_engine"},
 }

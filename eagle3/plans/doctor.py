@@ -19,7 +19,7 @@ from pathlib import Path
 from eagle3.dvc_records import rotten_listings
 from eagle3.engines import installed_version
 from eagle3.formats.json_files import read_json_object
-from eagle3.machine import Machine, read_machine
+from eagle3.machine import Machine, executor_problems, read_machine
 from eagle3.params import read_params
 from eagle3.plans.kill_faults import kill_faults
 from eagle3.problems import InvalidInput, Problem
@@ -139,6 +139,10 @@ def _gpus() -> Iterator[Problem]:
         yield Problem("gpus", "machine.yaml", f"tensor_parallel_size {wanted}", f"at most {count} GPUs", fix)
 
 
+def _executor() -> Iterator[Problem]:
+    return executor_problems(_machine())
+
+
 def _machine() -> Machine:
     with redirect_stdout(StringIO()):
         return read_machine()
@@ -198,5 +202,5 @@ def _holds_secrets(path: Path) -> bool:
 
 CHECKS: tuple[Callable[[], Iterator[Problem]], ...] = (
     *(_platform, _parameters, _verifier, _packages, _programs),
-    *(_cpu, _gpus, _memory, _disk, _repository),
+    *(_cpu, _gpus, _executor, _memory, _disk, _repository),
 )
