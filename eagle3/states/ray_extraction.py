@@ -34,6 +34,7 @@ from eagle3.verifiers.verifier import Verifier
 ATTEMPTS = 3
 SECONDS_TO_PLACE = 120.0
 OBJECT_STORE_BYTES = 256 << 20  # what travels are the token ids of shards
+TOKEN = Path.home() / ".ray" / "auth_token"
 # A full disk or a missing permission is nobody's fault but the disk's: more attempts would only fail as well.
 OF_THE_DISK = ("no-space", "low-water", "not-permitted", "disk-error")
 
@@ -215,6 +216,9 @@ def _cluster(machine: Machine) -> Iterator[Any]:
     if problems := list(executor_problems(machine)):
         raise InvalidInput(*problems)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if TOKEN.is_file():
+        # Ray 2.60.0: `ray start` asks for the token wherever it finds the file, `ray.init(address)` only offers it if told
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
     own = {"num_cpus": len(os.sched_getaffinity(0)), "object_store_memory": OBJECT_STORE_BYTES}
@@ -232,7 +236,7 @@ def _cluster(machine: Machine) -> Iterator[Any]:
             "machine.yaml: executor",
             f"{type(error).__name__}: {' '.join(str(error).split())[:600]}",
             f"a cluster of Ray {ray.__version__}",
-            "ray start on every node with this environment; ray status",
+            "ray start on every node with this environment and the same ~/.ray/auth_token; ray status",
         ) from error
     # ray.init puts a handler of its own in the place of the stage's, and exits with 15
     signal.signal(signal.SIGTERM, on_terminate)
