@@ -217,7 +217,7 @@ def _cluster(machine: Machine) -> Iterator[Any]:
         raise InvalidInput(*problems)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if TOKEN.is_file():
-        # Ray 2.60.0: `ray start` asks for the token wherever it finds the file, `ray.init(address)` only offers it if told
+        # Ray 2.60.0: `ray start` asks for the token wherever it finds the file, ray.init(address) offers it if told
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
