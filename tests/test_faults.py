@@ -42,8 +42,8 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(finished, tmp_path_factory) -> dict[str, bytes]:
-    """The outputs with another seed, from an undisturbed run."""
-    folder = other_seed(copy_of(finished, tmp_path_factory.mktemp("reference")))
+    """The outputs with other parameters, from an undisturbed run."""
+    folder = other_run(copy_of(finished, tmp_path_factory.mktemp("reference")))
     command(folder, "dvc", "repro")
     return outputs(folder)
 
@@ -59,10 +59,12 @@ def copy_of(finished: Path, parent: Path) -> Path:
     return folder
 
 
-def other_seed(folder: Path) -> Path:
+def other_run(folder: Path) -> Path:
+    """Parameters with which every stage runs: the seed changes the data, head_dim the configs."""
     text = (folder / "params.yaml").read_text()
     assert "\nseed: 0\n" in text
     (folder / "params.yaml").write_text(text.replace("\nseed: 0\n", "\nseed: 1\n"))
+    set_params(folder, {"draft": {"head_dim": 96}})
     return folder
 
 
@@ -118,7 +120,7 @@ def mend_records(folder: Path) -> list[str]:
 @pytest.mark.long
 def test_a_cut_lock_is_named_and_mended_and_nothing_runs_again(copy, reference):
     """DVC empties dvc.lock and writes it again after each stage: a kill in between leaves any beginning of it."""
-    other_seed(copy)
+    other_run(copy)
     command(copy, "dvc", "repro")
     text = (copy / "dvc.lock").read_text()
     train = text.index("  train:")
@@ -163,7 +165,7 @@ if "stages." + stage in sys.orig_argv:
 @pytest.mark.parametrize("number", range(ROUNDS))
 @pytest.mark.parametrize(("victim", "moment"), [("dvc", "during"), ("dvc", "after"), ("stage", "during")])
 def test_a_kill_loses_nothing_and_leaves_nobody(copy, reference, victim, moment, number, tmp_path):
-    other_seed(copy)
+    other_run(copy)
     chance = random.Random(f"{victim}{moment}{number}")
     stage = (STAGES[number % 8] if number < 8 else chance.choice(STAGES)).replace("-", "_")
     kill = f"{stage} {victim} {moment} {chance.uniform(0, 1.0 if moment == 'during' else 0.3):.3f}"
@@ -181,7 +183,7 @@ def test_a_kill_loses_nothing_and_leaves_nobody(copy, reference, victim, moment,
 
 
 def test_a_second_repro_is_refused_and_the_first_one_undisturbed(copy, reference):
-    other_seed(copy)
+    other_run(copy)
     first = start(copy, "dvc", "repro", STAND_IN_SECONDS="0.3")
     wait_for(lambda: stage_of(first.pid, "sample"))
     second = command(copy, "dvc", "repro", status=255)
@@ -235,7 +237,7 @@ def test_no_stage_writes_into_what_the_cache_shares(copy):
     shared = copy / "data/samples/samples.parquet"
     assert shared.stat().st_nlink > 1
     assert shared.stat().st_mode & 0o222 == 0
-    other_seed(copy)
+    other_run(copy)
     command(copy, "dvc", "repro")
     command(copy, "dvc", "repro", "--force")
     assert cache_faults(copy) == []
@@ -298,7 +300,7 @@ def test_a_rotten_list_of_files_is_named_and_mended(copy):
 
 
 def test_time_zone_locale_and_hash_seed_change_no_byte(copy, reference):
-    other_seed(copy)
+    other_run(copy)
     for path in copy.rglob("*.py"):
         os.utime(path, (2**31, 2**31))  # the clock was wrong, by years
     strange = {"TZ": "Pacific/Kiritimati", "LC_ALL": "C", "PYTHONHASHSEED": "7", "LANG": "C"}
@@ -330,7 +332,7 @@ def test_a_clock_that_was_set_back_or_on_hides_no_edit_and_runs_nothing(copy):
 def test_a_path_with_blanks_quotes_and_other_scripts(finished, reference, tmp_path):
     folder = tmp_path / "ein Ordner, 空白 & \"quotes\" 'n' $HOME; #3"
     folder.mkdir()
-    folder = other_seed(copy_of(finished, folder))
+    folder = other_run(copy_of(finished, folder))
     command(folder, "dvc", "repro")
     assert outputs(folder) == reference
     found = command(folder, "grep", "-rlF", "Ordner", "data", "reports", "dvc.lock", status=1)
@@ -374,7 +376,7 @@ def test_a_second_user_of_a_shared_repository_can_run_it(copy, reference):
     """Cache objects stay read-only, and the first user's: a link to such a file may be refused, so it is copied."""
     command(copy, "dvc", "config", "cache.shared", "group")
     give_away(copy, "g+rwX")
-    other_seed(copy)
+    other_run(copy)
     done = as_second_user(copy, "dvc", "repro")
     assert done.returncode == 0, done.stderr
     assert outputs(copy) == reference
