@@ -87,6 +87,11 @@ def test_broken_parameters_and_machine_are_said_and_the_rest_is_looked_at(here):
     assert codes() >= {"missing-parameter", "machine", "no-program"}
 
 
+def test_a_ray_cluster_that_does_not_answer_is_found(here):
+    (here / "machine.yaml").write_text("executor: ray\nray_address: 127.0.0.1:1\n")
+    assert codes() == {"executor"}
+
+
 def test_a_lock_with_other_versions_is_a_warning_that_names_them(here):
     (here / "requirements").mkdir()
     (here / "requirements/cpu.lock").write_text("pyyaml==1.0\nnot-there==2.0\n")
