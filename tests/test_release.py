@@ -28,12 +28,30 @@ REPORT = {
     "served_without_loops": LENGTH,
     "walk": Acceptance(100, (46, 24, 13)).as_dict(),
     "greedy": {"equal": 71, "ties": 1, "faults": 0},
-    "speed": {"tokens_per_second_with_draft": 36.3, "tokens_per_second_without_draft": 25.1, "speed_up": 1.446},
+    "speed": {
+        "order": "in turns of 8 prompts",
+        "tokens_per_second_with_draft": 36.3,
+        "tokens_per_second_without_draft": 25.1,
+        "speed_up": 1.446,
+        "speed_up_interval_95": [1.4, 1.5],
+        "speed_up_per_prompt": 1.42,
+        "speed_up_per_prompt_interval_95": [1.39, 1.47],
+        "first_token_seconds_with_draft": 0.0766,
+        "first_token_seconds_without_draft": 0.0606,
+    },
     "gates": {"rounds": {"value": 100, "at_least": 75, "passed": True}},
 }
 CHECKS = {
     "validate_config": {"epochs": {"epoch_0": {}}, "errors": 0, "warnings": 0},
-    "simulate_weight_load": {"epochs": {}, "errors": 0, "warnings": 0, "engine_level": {"level": "required"}},
+    "simulate_weight_load": {
+        "epochs": {},
+        "errors": 0,
+        "warnings": 0,
+        "engine_level": {
+            "level": "required",
+            "parity": {f"epoch_{n}": {"apart_in_bf16_steps": 1.5 + n, "positions": 96} for n in (0, 1)},
+        },
+    },
 }
 VALUES = {"engines": {"vllm": "0.32.0"}, "serve_test": {"num_speculative_tokens": 3}}
 
@@ -100,7 +118,10 @@ def test_provenance_gathers_every_parameter_version_and_count():
     assert made["engines"] == {"vllm": "0.32.0", "speculators": "0.9.0"}
     assert made["counts"]["sample"]["train"] == 1200
     assert made["decisions"]["train"]["epochs"] == [{"epoch": 1}]
-    assert made["checks"]["simulate_weight_load"] == {"errors": 0, "warnings": 0, "engine_level": {"level": "required"}}
+    check = CHECKS["simulate_weight_load"]
+    assert made["checks"]["simulate_weight_load"] == {
+        name: check[name] for name in ("errors", "warnings", "engine_level")
+    }
 
 
 def test_two_stages_with_two_values_of_one_parameter_are_a_fault_of_ours():
@@ -129,7 +150,19 @@ def test_the_card_names_verifier_data_licences_and_numbers():
     assert "conversations: chatterbot-corpus 1.3.3, licence BSD-3-Clause" in card
     assert "1.830 (1.700 to 1.900), 100 rounds" in card
     assert "| tokens/s without it | 25.1 |" in card
+    assert "| speed-up | 1.45 times (1.40 to 1.50) |" in card
+    assert "| seconds to the first token without it, median | 0.061 |" in card
     assert "own class loaded these files" in card
+    assert "its logits lie at most 2.5 bf16 steps from training's, at 96 positions and unrolled steps" in card
+    assert 'sample.mode: "regenerate"\n' in card
+    assert "serve_test.num_speculative_tokens: 3\n" in card
+
+
+def test_the_card_says_where_logits_were_not_compared():
+    made = json.loads(json.dumps(provenance(release_of())))
+    parity = made["checks"]["simulate_weight_load"]["engine_level"]["parity"]
+    parity["epoch_1"] = {"skipped": "vLLM's CPU build is needed"}
+    assert "Logits were not compared: vLLM's CPU build is needed." in model_card(made)
 
 
 def test_the_card_says_what_it_does_not_know():

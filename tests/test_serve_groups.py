@@ -33,11 +33,15 @@ def test_questions_are_reported_by_category():
 
 
 def test_the_spread_of_the_speed_up_lies_around_it():
-    even = speed_report([answer("a", 10, 1.0)] * 3, [answer("a", 10, 2.0)] * 3)
+    even = speed_report([answer("a", 10, 1.0)] * 3, [answer("a", 10, 2.0)] * 3, "in turns")
     assert (even["speed_up"], even["speed_up_interval_95"]) == (2.0, [2.0, 2.0])
-    mixed = speed_report([answer("a", 10, 1.0), answer("b", 10, 1.0)], [answer("a", 10, 1.0), answer("b", 10, 3.0)])
+    others = [answer("a", 10, 1.0), answer("b", 30, 9.0)]
+    mixed = speed_report([answer("a", 10, 1.0), answer("b", 30, 3.0)], others, "in turns")
     low, high = mixed["speed_up_interval_95"]
-    assert (low, mixed["speed_up"], high) == (1.0, 2.0, 3.0)
+    assert (low, mixed["speed_up"], high) == (1.0, 2.5, 3.0)
+    # prompts count alike, however long their answers
+    assert (mixed["speed_up_per_prompt"], mixed["speed_up_per_prompt_interval_95"]) == (2.0, [1.0, 3.0])
+    assert mixed["order"] == "in turns"
 
 
 def test_a_total_is_the_sum_of_its_parts():

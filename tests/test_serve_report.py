@@ -31,7 +31,9 @@ def measured(sampled: list[list[int]] | None = None, judgements: tuple[Judgement
     sampled = [one.token_ids for one in answers] if sampled is None else sampled
     counted = acceptance_of_counts(ONE.accepted + TWO.accepted, 2)
     prompts = [Prompt("a", [1, 2], 12), Prompt("b", [1, 2], 12)]
-    return Measured(prompts, answers, slower, sampled, list(judgements), counted, right, 2, [], [], {}, None, {})
+    return Measured(
+        prompts, answers, slower, sampled, list(judgements), counted, right, 2, [], [], {}, None, {}, "in turns"
+    )
 
 
 def report_of(*arguments, walk: Acceptance = WALK):

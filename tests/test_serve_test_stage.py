@@ -23,6 +23,7 @@ from tests.counting import END, answer_to, counting_draft, counting_verifier, fi
 
 MAX_NEW_TOKENS = 24
 PROMPTS = [[1, 60, 61, last] for last in (5, 6, 50, 100, 150, 200, 250, 300)]
+PARITY = {"epoch_0": {"apart_in_bf16_steps": 1.25, "positions": 96}}
 PARAMS = {
     "verifier": {"source": "verifier"},
     "sample": {
@@ -105,7 +106,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "reports").mkdir()
     (folder / "reports/validate_config.json").write_text(json.dumps(report))
     (folder / "reports/simulate_weight_load.json").write_text(
-        json.dumps({**report, "engine_level": {"level": "required"}})
+        json.dumps({**report, "engine_level": {"level": "required", "parity": PARITY}})
     )
 
 
@@ -214,6 +215,16 @@ def test_the_suite_finds_no_fault_and_calls_out_the_engines_temperatures(release
         *((1, 0.0), (8, 0.0)),
         *((1, 1.0), (8, 1.0)),
     ]
+
+
+@pytest.mark.engine
+def test_the_speed_up_of_a_prompt_has_its_interval(released):
+    folder, printed = released
+    speed = json.loads((folder / "serve_test.json").read_text())["speed"]
+    assert speed["order"] == "one after the other"
+    low, high = speed["speed_up_per_prompt_interval_95"]
+    assert 0 < low <= speed["speed_up_per_prompt"] <= high
+    assert "times (median; 95%: " in printed
 
 
 @pytest.mark.engine

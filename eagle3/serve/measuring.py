@@ -43,7 +43,7 @@ class Measured:
     counted: what the server with the draft counted for all prompts, k drafts a round. right: what training found right
     in each sampled answer (`eagle3.drafts.walk_files`). turns: the questions with both servers' answers;
     too_long: ids of turns that do not fit. sweep: number of drafted tokens -> answers. suites: with the draft and
-    without it. figures: seconds by name.
+    without it. figures: seconds by name. order: how the two servers were measured, as words.
     """
 
     prompts: list[Prompt]
@@ -59,6 +59,7 @@ class Measured:
     sweep: dict[int, list[Answer]]
     suites: tuple[Suite, Suite] | None
     figures: dict[str, float]
+    order: str = "one after the other"
 
     @property
     def num_compared(self) -> int:

@@ -41,7 +41,9 @@ def model_card(provenance: Json) -> str:
         _made_from(provenance, licence),
         "## Draft\n",
         "".join(f"- `{key}`: {json.dumps(value)}\n" for key, value in sorted(draft.items())),
-        "Every parameter value, count and version is in `provenance.json`; `manifest.json` has the digest of each file "
+        "## Parameters\n",
+        f"```\n{_parameters(provenance['params'])}```\n",
+        "Every count, decision and version is in `provenance.json`; `manifest.json` has the digest of each file "
         "and the manifests of all stages before; `sha256sum -c SHA256SUMS` verifies them all.",
     ]
     return "\n".join(parts) + "\n"
@@ -83,6 +85,10 @@ def _measured(provenance: Json) -> str:
         *((f"acceptance rate at position {position}", f"{rate:.3f}") for position, rate in rates),
         ("tokens/s with the draft, one request at a time", f"{speed['tokens_per_second_with_draft']:.1f}"),
         ("tokens/s without it", f"{speed['tokens_per_second_without_draft']:.1f}"),
+        ("speed-up", _between(speed, "speed_up")),
+        ("speed-up of a prompt, median", _between(speed, "speed_up_per_prompt")),
+        ("seconds to the first token with the draft, median", f"{speed['first_token_seconds_with_draft']:.3f}"),
+        ("seconds to the first token without it, median", f"{speed['first_token_seconds_without_draft']:.3f}"),
         ("greedy answers equal with and without the draft", f"{greedy['equal']} of {report['prompts']}"),
         ("of the others, near-ties in bf16", f"{greedy['ties']}"),
     ]
@@ -90,17 +96,40 @@ def _measured(provenance: Json) -> str:
     return (
         f"By vLLM {versions['vllm']}, {report['num_speculative_tokens']} drafted tokens a round, {report['prompts']} "
         f"held-out prompts, {report['new_tokens']} new tokens, temperature 0, one request at a time; intervals are 95% "
-        "by bootstrap over prompts. Speeds are those of the machine that ran the test.\n\n"
+        "by bootstrap over prompts. Speeds are those of the machine that ran the test; both servers were asked "
+        f"{speed['order']}.\n\n"
         f"| what | value |\n|---|---|\n{table}\n"
         f"Gates passed: {', '.join(sorted(report['gates']))}. {_engine_level(provenance)}\n"
     )
 
 
 def _engine_level(provenance: Json) -> str:
-    level = provenance["checks"]["simulate_weight_load"]["engine_level"]["level"]
-    if level == "off":
+    level = provenance["checks"]["simulate_weight_load"]["engine_level"]
+    if level["level"] == "off":
         return "The weights were followed on paper only: the load by the engine's own class was switched off."
-    return f"vLLM {provenance['engines']['vllm']}'s own class loaded these files with no parameter left unset."
+    parity = level["parity"][f"epoch_{provenance['epoch']}"]
+    compared = f"Logits were not compared: {parity.get('skipped')}."
+    if "skipped" not in parity:
+        compared = (
+            f"Over the same hidden states its logits lie at most {parity['apart_in_bf16_steps']} bf16 steps from "
+            f"training's, at {parity['positions']} positions and unrolled steps."
+        )
+    words = f"vLLM {provenance['engines']['vllm']}'s own class loaded these files with no parameter left unset."
+    return f"{words} {compared}"
+
+
+def _between(figures: Json, name: str) -> str:
+    low, high = figures[f"{name}_interval_95"]
+    return f"{figures[name]:.2f} times ({low:.2f} to {high:.2f})"
+
+
+def _parameters(params: Json, prefix: str = "") -> str:
+    """Every value, one a line: `train.loss: "kl_div"`."""
+    lines = ""
+    for key, value in sorted(params.items()):
+        inner = isinstance(value, dict) and value
+        lines += _parameters(value, f"{prefix}{key}.") if inner else f"{prefix}{key}: {json.dumps(value)}\n"
+    return lines
 
 
 def _length(acceptance: Json) -> str:

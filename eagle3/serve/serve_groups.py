@@ -62,15 +62,22 @@ def questions_report(turns: Sequence[Turn], too_long: Sequence[str], k: int) -> 
     }
 
 
-def speed_report(answers: Sequence[Answer], others: Sequence[Answer]) -> Report:
-    """Tokens per second with the draft (`answers`) and without it; the interval is over prompts."""
+def speed_report(answers: Sequence[Answer], others: Sequence[Answer], order: str) -> Report:
+    """Tokens per second with the draft (`answers`) and without it; intervals are over prompts.
+
+    speed_up: of all tokens; speed_up_per_prompt: the median of the prompts' own ratios.
+    """
     pairs = [*zip(answers, others, strict=True)]
     low, high = bootstrap(pairs, _speed_up)
+    low_median, high_median = bootstrap(pairs, _median_speed_up)
     return {
+        "order": order,
         "tokens_per_second_with_draft": round(tokens_per_second(answers), 2),
         "tokens_per_second_without_draft": round(tokens_per_second(others), 2),
         "speed_up": round(_speed_up(pairs), 3),
         "speed_up_interval_95": [round(low, 3), round(high, 3)],
+        "speed_up_per_prompt": round(_median_speed_up(pairs), 3),
+        "speed_up_per_prompt_interval_95": [round(low_median, 3), round(high_median, 3)],
         "first_token_seconds_with_draft": round(median(one.first_token_seconds for one in answers), 4),
         "first_token_seconds_without_draft": round(median(one.first_token_seconds for one in others), 4),
     }
@@ -79,6 +86,10 @@ def speed_report(answers: Sequence[Answer], others: Sequence[Answer]) -> Report:
 def _speed_up(pairs: Sequence[tuple[Answer, Answer]]) -> float:
     with_draft, without = zip(*pairs, strict=True)
     return tokens_per_second(with_draft) / tokens_per_second(without)
+
+
+def _median_speed_up(pairs: Sequence[tuple[Answer, Answer]]) -> float:
+    return median(_speed_up([pair]) for pair in pairs)
 
 
 def speed_by_drafts(measured: Measured) -> list[Report]:

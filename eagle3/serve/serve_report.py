@@ -64,7 +64,7 @@ def build_report(measured: Measured, walk: Report, walk_without_loops: Report) -
         "greedy": _greedy(measured.judgements, measured.num_compared),
         "questions": questions_report(measured.turns, measured.too_long, k),
         "suite": suite_report(*measured.suites, k) if measured.suites else None,
-        "speed": speed_report(measured.with_draft, measured.without_draft),
+        "speed": speed_report(measured.with_draft, measured.without_draft, measured.order),
         "speed_by_drafts": speed_by_drafts(measured),
     }
 
@@ -211,6 +211,11 @@ def report_lines(report: Report) -> str:
             f"tokens/s              {speed['tokens_per_second_with_draft']} with the draft, "
             f"{speed['tokens_per_second_without_draft']} without: {speed['speed_up']} times "
             f"(95%: {speed['speed_up_interval_95'][0]:.2f} to {speed['speed_up_interval_95'][1]:.2f})",
+            f"  per prompt          {speed['speed_up_per_prompt']} times (median; 95%: "
+            f"{speed['speed_up_per_prompt_interval_95'][0]:.2f} to {speed['speed_up_per_prompt_interval_95'][1]:.2f})",
+            f"  both servers asked  {speed['order']}",
+            f"first token           {speed['first_token_seconds_with_draft']} s with the draft, "
+            f"{speed['first_token_seconds_without_draft']} s without (medians)",
             *detail_lines(report),
             *(suite_lines(report["suite"]) if report["suite"] else []),
         ]
