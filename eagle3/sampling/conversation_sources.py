@@ -122,7 +122,7 @@ def _counted(rows: Iterator[Row], name: str, read: dict[str, dict[str, Any]]) ->
             "source-unusable",
             name,
             (", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items())) or "no row") + example,
-            "conversations",
+            "conversations; a file is read as UTF-8 JSON lines, one row a line, or as Parquet where its name ends so",
             "name fields that can be left out under `ignore:` of this source, or mend the rows "
             "(data/conversations/README.md says what each reason means)",
         )
