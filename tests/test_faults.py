@@ -168,7 +168,7 @@ def test_a_kill_loses_nothing_and_leaves_nobody(copy, reference, victim, moment,
     other_run(copy)
     chance = random.Random(f"{victim}{moment}{number}")
     stage = (STAGES[number % 8] if number < 8 else chance.choice(STAGES)).replace("-", "_")
-    kill = f"{stage} {victim} {moment} {chance.uniform(0, 1.0 if moment == 'during' else 0.3):.3f}"
+    kill = f"{stage} {victim} {moment} {chance.uniform(0, 1.0 if moment == 'during' else 0.2):.3f}"
     (tmp_path / "sitecustomize.py").write_text(KILLER)
     dvc = start(copy, "dvc", "repro", STAND_IN_SECONDS="0.05", KILL=kill, PYTHONPATH=str(tmp_path))
     said = dvc.communicate(timeout=120)[0]
