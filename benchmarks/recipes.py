@@ -2,8 +2,8 @@
 
     python -m benchmarks.recipes [--run]
 
-A number comes from the reports in this folder (the default parameters) or from the experiment `recipe-NAME` of the
-commit that is checked out (the others). A recipe with neither keeps its row; --run runs it first.
+A number comes from the reports in this folder (the default parameters) or from the experiment `recipe-NAME` (the
+others). A recipe with neither keeps its row; --run runs it first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3.params import PARAMS_FILE
 from eagle3.plans.compare import exp_show, revisions
+from eagle3.yaml12 import read_yaml
 
 PAGE = Path("docs/recipes.md")
 REPORTS = ("reports/train.json", "reports/serve_test.json")
@@ -79,7 +81,7 @@ def main() -> int:
 
 
 def experiments() -> dict[str, str]:
-    """Recipe and commit of each experiment of the commit that is checked out."""
+    """Recipe and commit of each experiment in this repository."""
     named = {name: data.get("rev") for name, data in revisions(exp_show())}
     return {name.removeprefix("recipe-"): rev for name, rev in named.items() if rev and name.startswith("recipe-")}
 
@@ -88,11 +90,20 @@ def reports_of(recipe: Recipe, there: dict[str, str]) -> list[Json]:
     """What train and, where it was served, serve-test said; nothing where neither ran."""
     names = REPORTS if recipe.served else REPORTS[:1]
     if not recipe.changes:
-        return [json.loads(Path(name).read_bytes()) for name in names]
+        return [json.loads(Path(name).read_bytes()) for name in names] if is_recorded() else []
     if recipe.name not in there:
         return []
     shown = [["git", "show", f"{there[recipe.name]}:{name}"] for name in names]
-    return [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for command in shown]
+    reports = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for command in shown]
+    if recipe.served and reports[1]["walk"]["acceptance_length"] != reports[0]["walk_acceptance_length_eval_3_tokens"]:
+        sys.exit(f"recipe-{recipe.name}: serve-test did not run, its report is of another draft; run: {recipe.command}")
+    return reports
+
+
+def is_recorded() -> bool:
+    """Whether the reports in this folder are of a draft trained by params.yaml, not by other parameters."""
+    recorded, asked = read_yaml(Path("dvc.lock"))["stages"]["train"]["params"]["params.yaml"], read_yaml(PARAMS_FILE)
+    return all(recorded[section] == asked[section] for section in ("draft", "train"))
 
 
 def row(recipe: Recipe, reports: list[Json]) -> str:
