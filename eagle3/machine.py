@@ -79,6 +79,12 @@ def cores_by_rank(num_ranks: int, num_threads: int | None = None, first: int = 0
     return "|".join(",".join(map(str, one)) for one in dealt)
 
 
+def available_memory() -> int:
+    """Bytes, by Linux' own estimate: free pages, and cached ones that can be dropped."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
 DEFAULT = Machine(**{item.name: None for item in fields(Machine)})
 
 

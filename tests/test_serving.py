@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eagle3.acceptance import Acceptance, acceptance_of, right_drafts, walk
 from eagle3.machine import DEFAULT
 from eagle3.problems import InvalidInput
-from eagle3.serve.serving import Answer, Client, Prompt, parse_counters, tokens_per_second
+from eagle3.serve.serving import Answer, Client, Prompt, ask_in_turns, parse_counters, tokens_per_second
 from eagle3.serve.vllm_command import ServerSettings
 from eagle3.serve.vllm_server import vllm_server
 from eagle3.verifiers.chat_tokenizer import prompt_ids
@@ -102,7 +102,7 @@ def test_answers_and_rounds_are_those_one_can_write_down(client, last, length):
 @pytest.mark.engine
 def test_the_servers_counters_are_the_sum_of_its_answers(client):
     prompts = [Prompt(str(last), [1, 60, last], 30) for last in (5, 80, 160, 200, 301)]
-    answers, counters = client.ask_all(prompts, "asking")
+    [(answers, counters)] = ask_in_turns([client], prompts, "asking")
     assert [answer.sample_id for answer in answers] == [prompt.sample_id for prompt in prompts]
     assert counters.drafted == K * counters.acceptance.rounds
     rounds = [one for answer in answers for one in answer.rounds(3)]

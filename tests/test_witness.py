@@ -124,6 +124,6 @@ def test_a_verifier_without_a_witness_names_the_way_out(
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(InvalidInput, match=r"extract\.parity_samples=0"):
         check(tmp_path, stored)
-    monkeypatch.setattr(witness, "_available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(witness, "available_memory", lambda: 1_000_000)
     with pytest.raises(InvalidInput, match="GB of memory available"):
         check(verifier, stored)

@@ -8,12 +8,16 @@ from itertools import takewhile
 from pathlib import Path
 
 from eagle3.acceptance import Acceptance, Round, acceptance_of, walk, without_loops
+from eagle3.machine import available_memory
 from eagle3.sampling.samples import Sample
 from eagle3.serve.greedy_ties import Difference, Judgement, first_difference, judge
 from eagle3.serve.question_turns import Asked, Turn, ask_questions
-from eagle3.serve.serving import Answer, Client, Counters, Prompt, opened_client
+from eagle3.serve.serving import TURN, Answer, Client, Counters, Prompt, ask_in_turns, opened_clients
 from eagle3.serve.suite import Suite, differences, run_suite
-from eagle3.serve.vllm_command import ServerSettings
+from eagle3.serve.vllm_command import ServerSettings, num_gpus, num_ranks, server_memory
+
+NAMES = "with_draft", "without_draft"
+Wanted = tuple[ServerSettings, Path]
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Measured:
     sweep: dict[int, list[Answer]]
     suites: tuple[Suite, Suite] | None
     figures: dict[str, float]
-    order: str = "one after the other"
+    order: str
 
     @property
     def num_compared(self) -> int:
@@ -92,43 +96,103 @@ class Measured:
         return pairs
 
 
+@dataclass(frozen=True)
+class Served:
+    """What one server gave: the eval answers, what it counted meanwhile, its answers to questions, its suite."""
+
+    answers: list[Answer]
+    counters: Counters
+    turns: list[Turn]
+    too_long: list[str]
+    suite: Suite | None
+
+
 def measure(settings: ServerSettings, plan: Plan, right: dict[str, list[int]], logs: Path) -> Measured:
-    """Servers one after the other: with the draft, without it, then one for each further number of drafted tokens."""
+    """The server with the draft and the one without it, in turns where both fit; then one for each number of drafts."""
     figures: dict[str, float] = {}
-    with opened_client(settings, logs / "with_draft.log", plan.greeting) as client:
-        answers, counters = _ask(client, plan.prompts, "with_draft", figures)
-        turns, too_long = ask_questions(client, plan.questions, plan.limit)
-        suite = run_suite(client, plan.prompts) if plan.full else None
     alone = replace(settings, draft=None, num_speculative_tokens=0)
-    with opened_client(alone, logs / "without_draft.log", plan.greeting) as client:
-        others, _ = _ask(client, plan.prompts, "without_draft", figures)
-        turns = [replace(turn, other=client.ask(turn.prompt)) for turn in turns]
-        suites = (suite, run_suite(client, plan.prompts, suite.stop)) if suite else None
+    both = (settings, logs / "with_draft.log"), (alone, logs / "without_draft.log")
+    why_apart = apart(settings)
+    served, other = _one_by_one(both, plan, figures) if why_apart else _in_turns(both, plan, figures)
     sweep = {}
     for k in plan.sweep:
-        more = replace(settings, num_speculative_tokens=k)
-        with opened_client(more, logs / f"{k}_drafts.log", plan.greeting) as client:
-            sweep[k], _ = _ask(client, plan.prompts, f"{k}_drafts", figures)
+        more = replace(settings, num_speculative_tokens=k), logs / f"{k}_drafts.log"
+        with opened_clients([more], plan.greeting) as clients:
+            [(sweep[k], _)] = _ask(clients, plan, [f"{k}_drafts"], figures)
     sampled = [one.input_ids[one.num_prompt :] for one in plan.samples]
     pairs = [
-        *zip(plan.prompts, others, answers, strict=True),
-        *((turn.prompt, turn.other, turn.answer) for turn in turns),
+        *zip(plan.prompts, other.answers, served.answers, strict=True),
+        *((turn.prompt, turn.other, turn.answer) for turn in other.turns),
     ]
+    suites = (served.suite, other.suite) if served.suite and other.suite else None
     parted = [*filter(None, map(_parting, pairs)), *(differences(*suites) if suites else [])]
     judgements = judge(settings.verifier, parted, settings.trust_remote_code)
-    k, counted = settings.num_speculative_tokens, counters.acceptance
     return Measured(
-        plan.prompts, answers, others, sampled, judgements, counted, right, k, turns, too_long, sweep, suites, figures
+        prompts=plan.prompts,
+        with_draft=served.answers,
+        without_draft=other.answers,
+        sampled=sampled,
+        judgements=judgements,
+        counted=served.counters.acceptance,
+        right=right,
+        k=settings.num_speculative_tokens,
+        turns=other.turns,
+        too_long=served.too_long,
+        sweep=sweep,
+        suites=suites,
+        figures=figures,
+        order=f"one after the other ({why_apart})" if why_apart else f"in turns of {TURN} prompts",
     )
 
 
+def apart(settings: ServerSettings) -> str:
+    """Why the two servers cannot run at once on this machine; "" if they can."""
+    if num_gpus():
+        return "each takes a GPU's memory"
+    if settings.machine.port:
+        return "machine.yaml gives one port"
+    if num_ranks(settings.machine) > 1:
+        return "several ranks"
+    return "" if 2 * server_memory(settings) <= available_memory() else "two do not fit into memory"
+
+
+def _in_turns(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served]:
+    with opened_clients(both, plan.greeting) as clients:
+        (answers, counters), (others, _) = _ask(clients, plan, NAMES, figures)
+        served = _with_draft(clients[0], plan, answers, counters)
+        return served, _without_draft(clients[1], plan, others, served)
+
+
+def _one_by_one(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served]:
+    with opened_clients(both[:1], plan.greeting) as clients:
+        [(answers, counters)] = _ask(clients, plan, NAMES[:1], figures)
+        served = _with_draft(clients[0], plan, answers, counters)
+    with opened_clients(both[1:], plan.greeting) as clients:
+        [(others, _)] = _ask(clients, plan, NAMES[1:], figures)
+        return served, _without_draft(clients[0], plan, others, served)
+
+
+def _with_draft(client: Client, plan: Plan, answers: list[Answer], counters: Counters) -> Served:
+    turns, too_long = ask_questions(client, plan.questions, plan.limit)
+    return Served(answers, counters, turns, too_long, run_suite(client, plan.prompts) if plan.full else None)
+
+
+def _without_draft(client: Client, plan: Plan, answers: list[Answer], served: Served) -> Served:
+    """The turns that the server with the draft was asked, and its stop string."""
+    turns = [replace(turn, other=client.ask(turn.prompt)) for turn in served.turns]
+    suite = run_suite(client, plan.prompts, served.suite.stop) if served.suite else None
+    return replace(served, answers=answers, turns=turns, suite=suite)
+
+
 def _ask(
-    client: Client, prompts: Sequence[Prompt], name: str, figures: dict[str, float]
-) -> tuple[list[Answer], Counters]:
-    answers, counters = client.ask_all(prompts, f"asked {name.replace('_', ' ')}")
-    figures[f"server_start_seconds_{name}"] = round(client.server.start_seconds, 1)
-    figures[f"asking_seconds_{name}"] = round(sum(answer.seconds for answer in answers), 1)
-    return answers, counters
+    clients: Sequence[Client], plan: Plan, names: Sequence[str], figures: dict[str, float]
+) -> list[tuple[list[Answer], Counters]]:
+    """`ask_in_turns`; each server's times go into `figures` under its name."""
+    found = ask_in_turns(clients, plan.prompts, f"asked {' and '.join(names).replace('_', ' ')}")
+    for client, name, (answers, _) in zip(clients, names, found, strict=True):
+        figures[f"server_start_seconds_{name}"] = round(client.server.start_seconds, 1)
+        figures[f"asking_seconds_{name}"] = round(sum(answer.seconds for answer in answers), 1)
+    return found
 
 
 def _parting(asked: tuple[Prompt, Answer, Answer]) -> Difference | None:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from eagle3.acceptance import Acceptance, Round, acceptance_of_counts
 from eagle3.problems import InvalidInput, invalid
 from eagle3.serve.vllm_command import ServerSettings
-from eagle3.serve.vllm_server import Server, vllm_server
+from eagle3.serve.vllm_server import Server, vllm_servers
 
 COUNTER_PREFIX = "vllm:spec_decode_num_"
 REQUEST_TIMEOUT_SECONDS = 600.0
@@ -29,6 +29,9 @@ CHAT_TOKENS = 8
 GREETING = "Hello"
 # The front end counts a step just after it has passed its tokens on.
 COUNTERS_SETTLE_SECONDS = 5.0
+# Prompts that a server answers before the other one does, and the pause between them: vLLM 0.32.0's workers look for
+# work without a rest for a second after their last step (shm_broadcast.py, SpinCondition), then cost nothing.
+TURN, IDLE_SECONDS = 8, 1.1
 
 
 @dataclass(frozen=True)
@@ -152,16 +155,18 @@ class Client:
             found = f"{emitted} tokens, in rounds that make up {told}"
             raise _no_rounds(f"prompt {prompt.sample_id}", found, "as many tokens as the rounds say")
 
-    def ask_all(self, prompts: Sequence[Prompt], label: str) -> tuple[list[Answer], Counters]:
-        """One answer per prompt, in order, after a warm-up with the first; and what the server counted meanwhile."""
-        self.ask(prompts[0])
-        before = self._counters(at_least=0)
-        answers = [self.ask(prompt) for prompt in tqdm(prompts, desc=label, unit="prompt")]
+    def warm_up(self, prompt: Prompt) -> Counters:
+        """What the server had counted after one answer that is not measured."""
+        self.ask(prompt)
+        return self._counters(at_least=0)
+
+    def counted(self, answers: Sequence[Answer], before: Counters) -> Counters:
+        """What the server has counted since; `InvalidInput` unless it is the sum of `answers`."""
         told = acceptance_of_counts([count for answer in answers for count in answer.accepted], self.k)
         counted = self._counters(at_least=before.acceptance.rounds + told.rounds) - before
         if counted.acceptance != told:
             raise _no_rounds("/metrics of the server", f"{counted.acceptance}", f"the sum of all answers, {told}")
-        return answers, counted
+        return counted
 
     def _counters(self, at_least: int) -> Counters:
         if not self.k:
@@ -201,12 +206,40 @@ class Client:
 
 
 @contextmanager
-def opened_client(settings: ServerSettings, log: Path, greeting: list[int]) -> Iterator[Client]:
-    """A client of a server of its own. greeting: the ids to which the chat template renders `GREETING`."""
-    with vllm_server(settings, log) as server:
-        client = Client(server, settings.num_speculative_tokens)
-        client.check_chat(GREETING, greeting)
-        yield client
+def opened_clients(wanted: Sequence[tuple[ServerSettings, Path]], greeting: list[int]) -> Iterator[list[Client]]:
+    """A client for each server with its log. greeting: the ids to which the chat template renders `GREETING`."""
+    with vllm_servers(wanted) as servers:
+        clients = [
+            Client(one, settings.num_speculative_tokens) for one, (settings, _) in zip(servers, wanted, strict=True)
+        ]
+        for client in clients:
+            client.check_chat(GREETING, greeting)
+        yield clients
+
+
+def ask_in_turns(
+    clients: Sequence[Client], prompts: Sequence[Prompt], label: str
+) -> list[tuple[list[Answer], Counters]]:
+    """Per client: one answer per prompt, in order, after a warm-up; and what its server counted meanwhile.
+
+    Several take turns, `TURN` prompts each, in the order 0 1, 1 0, 0 1 ..., so that whatever else the machine does
+    meets all of them alike.
+    """
+    before = [client.warm_up(prompts[0]) for client in clients]
+    answers: list[list[Answer]] = [[] for _ in clients]
+    busy = len(clients) - 1
+    with tqdm(total=len(clients) * len(prompts), desc=label, unit="prompt") as bar:
+        for first in range(0, len(prompts), TURN):
+            order = range(len(clients)) if first % (2 * TURN) == 0 else reversed(range(len(clients)))
+            for turn in order:
+                if turn != busy:
+                    time.sleep(IDLE_SECONDS)
+                busy = turn
+                for prompt in prompts[first : first + TURN]:
+                    answers[turn].append(clients[turn].ask(prompt))
+                    bar.update()
+    counted = [client.counted(given, start) for client, given, start in zip(clients, answers, before, strict=True)]
+    return list(zip(answers, counted, strict=True))
 
 
 def tokens_per_second(answers: Sequence[Answer]) -> float:

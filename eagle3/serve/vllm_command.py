@@ -17,6 +17,8 @@ from eagle3.machine import Machine, cores_by_rank
 
 HOST = "127.0.0.1"
 DEFAULT_CPU_KV_CACHE_GIB = 2
+# A server's three processes without weights and cache: 2.3 GiB were measured.
+PROCESSES_BYTES = 5 * 2**29
 # Removed from the server's environment: an API key would refuse our own requests, a runner choice would change results.
 FOREIGN_SETTINGS = ("VLLM_API_KEY", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
 
@@ -85,6 +87,13 @@ def server_environment(machine: Machine) -> dict[str, str]:
     if openmp and "LD_PRELOAD" not in environment:
         environment["LD_PRELOAD"] = str(openmp)
     return environment
+
+
+def server_memory(settings: ServerSettings) -> int:
+    """Bytes that a server on the CPU will take: weights, cache, and what Python and torch need."""
+    weights = sum(path.stat().st_size for path in settings.verifier.glob("*.safetensors"))
+    cache = int(server_environment(settings.machine)["VLLM_CPU_KVCACHE_SPACE"]) * 2**30
+    return weights + cache + PROCESSES_BYTES
 
 
 def num_ranks(machine: Machine) -> int:

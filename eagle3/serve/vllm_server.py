@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,13 +39,17 @@ LOG_PREFIX = r"(?:\([^)\n]*\) )?(?:[A-Z]+ [\d: -]+\[[^\]\n]*\] )?[ \t]*"
 
 @dataclass(frozen=True)
 class Server:
-    """A running server; `name` is the model name that requests give, new for each start."""
+    """A running server; `name` is the model name that requests give, new for each start.
+
+    launched: when, by the monotonic clock. start_seconds: from there until it answered.
+    """
 
     name: str
     port: int
     process: subprocess.Popen[bytes]
     guardian: subprocess.Popen[bytes]
     log: Path
+    launched: float
     start_seconds: float = 0.0
 
     @property
@@ -75,43 +79,63 @@ class Server:
 
 @contextmanager
 def vllm_server(settings: ServerSettings, log: Path) -> Iterator[Server]:
-    """Start the server, wait until it answers, and stop it and all its processes whatever happens.
+    """One server, as `vllm_servers` starts it."""
+    with vllm_servers([(settings, log)]) as [server]:
+        yield server
+
+
+@contextmanager
+def vllm_servers(wanted: Sequence[tuple[ServerSettings, Path]]) -> Iterator[list[Server]]:
+    """Start servers, each with its log, at the same time; wait until all answer; stop all their processes in any case.
 
     Refused as `InvalidInput`: a port in use (`port-in-use`), a server that dies (`server-died`, with the last lines of
     its log) or says nothing for half an hour (`server-silent`).
     """
-    server = _start(settings, log)
+    ready: list[Server] = []
+    starting: list[Server] = []
     try:
-        yield server
+        for settings, log in wanted:
+            starting.append(_launch(settings, log))
+        for settings, log in wanted:
+            ready.append(_answering(settings, log, starting))
+        yield ready
     finally:
-        stop(server)
+        for server in starting:
+            # vLLM 0.32.0 does not hear SIGTERM while its engine starts
+            stop(server, grace_seconds=0.0)
+        for server in ready:
+            stop(server)
 
 
-def _start(settings: ServerSettings, log: Path) -> Server:
-    """A server that answers. A port chosen here can be taken before vLLM binds it; then another is tried."""
+def _answering(settings: ServerSettings, log: Path, starting: list[Server]) -> Server:
+    """The first of `starting`, taken from there when it answers.
+
+    A port chosen here can be taken before vLLM binds it; then another is tried.
+    """
     given = settings.machine.port
     for attempt in range(1, PORT_ATTEMPTS + 1):
-        port = given or _free_port()
-        if given and not _is_free(given):
-            raise _port_in_use(given)
-        server = _launch(settings, log, port)
         try:
-            return _when_ready(server)
+            server = _when_ready(starting[0])
         except InvalidInput:
-            stop(server, grace_seconds=0.0)
             if "address already in use" not in _log_text(log).lower():
                 raise
+            port = starting[0].port
             if given or attempt == PORT_ATTEMPTS:
                 raise _port_in_use(port) from None
             print(f"server: port {port} was taken meanwhile, trying another", file=sys.stderr, flush=True)
-        except BaseException:
-            # vLLM 0.32.0 does not hear SIGTERM while its engine starts
-            stop(server, grace_seconds=0.0)
-            raise
+            stop(starting.pop(0), grace_seconds=0.0)
+            starting.insert(0, _launch(settings, log))
+        else:
+            starting.pop(0)
+            return server
     raise AssertionError("unreachable")
 
 
-def _launch(settings: ServerSettings, log: Path, port: int) -> Server:
+def _launch(settings: ServerSettings, log: Path) -> Server:
+    given = settings.machine.port
+    if given and not _is_free(given):
+        raise _port_in_use(given)
+    port = given or _free_port()
     name = f"verifier-{secrets.token_hex(4)}"
     log.parent.mkdir(parents=True, exist_ok=True)
     guardian = subprocess.Popen(["/bin/sh", "-c", GUARDIAN], stdin=subprocess.PIPE, process_group=0)
@@ -128,18 +152,18 @@ def _launch(settings: ServerSettings, log: Path, port: int) -> Server:
     assert guardian.stdin is not None
     guardian.stdin.write(f"{process.pid}\n".encode())
     guardian.stdin.flush()
-    return Server(name, port, process, guardian, log)
+    return Server(name, port, process, guardian, log, time.monotonic())
 
 
 def _when_ready(server: Server) -> Server:
     """Wait until the server lists our model name: another service on that port would not know it."""
-    start = last_progress = time.monotonic()
-    last_size, last_growth = -1, start
+    last_progress = last_growth = time.monotonic()
+    last_size = -1
     while True:
         if _ending(server.process.pid):
             raise _died(server, "while it started")
         if _lists_our_model(server):
-            seconds = time.monotonic() - start
+            seconds = time.monotonic() - server.launched
             print(f"server: ready after {seconds:.0f} s", file=sys.stderr, flush=True)
             return replace(server, start_seconds=seconds)
         now = time.monotonic()
@@ -150,7 +174,7 @@ def _when_ready(server: Server) -> Server:
             raise _silent(server)
         if now - last_progress > PROGRESS_SECONDS:
             last_progress = now
-            print(f"server: starting, {now - start:.0f} s (log: {server.log})", file=sys.stderr, flush=True)
+            print(f"server: starting, {now - server.launched:.0f} s (log: {server.log})", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
 
 

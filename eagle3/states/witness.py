@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from eagle3.formats.json_files import read_json_object
+from eagle3.machine import available_memory
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.hidden_states import SampleStates, Shard, map_shard, sample_states
 from eagle3.states.store_dtypes import BFLOAT16, FP8
@@ -160,7 +161,7 @@ def _decoder(model: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
 
 def _witness(verifier: Path, trust_remote_code: bool) -> Any:
     weights = sum(path.stat().st_size for path in verifier.glob("*.safetensors"))
-    needed, free = weights * _growth(verifier), _available_memory()
+    needed, free = weights * _growth(verifier), available_memory()
     if needed > free:
         raise invalid(
             "no-witness",
@@ -185,9 +186,3 @@ def _growth(verifier: Path) -> int:
     """Bytes in float32 for one byte of the files: 2 where they hold bf16; up to 8 where they hold packed integers."""
     config = read_json_object(verifier / "config.json").value
     return 8 if "quantization_config" in {**config, **text_config(config)} else 2
-
-
-def _available_memory() -> int:
-    """Linux' own estimate: free pages, and cached ones that can be dropped."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
