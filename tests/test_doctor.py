@@ -57,8 +57,9 @@ def test_a_verifier_whose_class_needs_torchvision_is_named(here, name, found):
     params = (here / "params.yaml").read_text()
     (here / "params.yaml").write_text(re.sub(r"(?m)^  source: .*", "  source: model", params, count=1))
     (here / "model").mkdir()
-    (here / "model/config.json").write_text(json.dumps({"architectures": [name], "text_config": {}}))
+    (here / "model/config.json").write_text(json.dumps({"architectures": [name], "text_config": {"kv_lora_rank": 512}}))
     assert codes() == found
+    assert "latent-attention" in codes("warning")
 
 
 @pytest.mark.parametrize("name", ["git", "dvc", "python"])

