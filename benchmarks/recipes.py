@@ -47,16 +47,18 @@ class Recipe:
 
 
 LIBRARY = (
-    *("train.total_seq_len=1024", "train.optimizer=muon", "train.scheduler=linear", "train.warmup_ratio=0.01"),
+    *("train.optimizer=muon", "train.scheduler=linear", "train.warmup_ratio=0.01"),
     "draft.sliding_window=2048",
 )
 RECIPES = (
     Recipe("default", "rows of 512 tokens: twice the steps of 1,024 in the same passes."),
     Recipe("rows-1024", "the default until 2026-11-30: half the steps.", ("train.total_seq_len=1024",)),
+    Recipe("speculators", "speculators' defaults (below), in rows of 1,024.", ("train.total_seq_len=1024", *LIBRARY)),
     Recipe(
-        "speculators",
-        "speculators' defaults (below), in rows of 1,024.",
-        LIBRARY,
+        "speculators-8192",
+        "its default row too: 12 steps a pass.",
+        ("train.total_seq_len=8192", *LIBRARY),
+        served=False,
     ),
     Recipe(
         "no-norm-before-residual",
