@@ -26,6 +26,16 @@ def test_a_deepseek_verifier_comes_as_far_as_the_cpu_build_serves_a_draft_with_i
     assert not (folder / "data/release").exists()
 
 
+def test_a_verifier_with_a_nested_config_comes_to_a_checked_draft(tmp_path):
+    """Kimi-K2.5: text alone through the multimodal class. Its attention is latent too: nothing serves it here."""
+    folder = make_repository(tmp_path, partial(shaped_verifier, shape="kimi_k25"))
+    set_params(folder, {"draft": draft_heads("kimi_k25")})
+    run(folder, "dvc", "repro", "simulate-weight-load")
+    states = read_manifest(folder / "data/hidden_states", "extract")
+    assert (states.decisions["parity"]["samples"], states.decisions["num_hidden_layers"]) == (4, 6)
+    assert (folder / "reports/simulate_weight_load.json").is_file()
+
+
 @pytest.mark.parametrize("shape", ["qwen3"])
 def test_a_verifier_of_this_shape_becomes_a_release(shape, tmp_path):
     """The gates are passed too: among them the answers of the server with the draft and without it."""
