@@ -57,7 +57,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, verifier: Verifier, params: DraftParam
     architecture = resolve_architecture(params, verifier.text_config, K, AUX_LAYER_IDS)
     models = []
     for kind in (Eagle3DraftModel, CpuEagle3DraftModel):
-        monkeypatch.setattr(draft_model, "draft_class", lambda kind=kind: kind)
+        monkeypatch.setattr(draft_model, "draft_class", lambda shards, kind=kind: kind)
         models.append(draft_model.build_draft(architecture, verifier, (ids - torch.arange(K), t2d), 3, 0))
     for (name, tensor), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if tensor.requires_grad:
