@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 from typing import IO
@@ -26,6 +25,7 @@ from typing import IO
 from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import read_machine
 from eagle3.params import read_params
+from eagle3.sampling.samples import Sample
 from eagle3.states.extraction import extract_shards, start_extraction
 from eagle3.states.hidden_states import plan_shards
 from eagle3.states.vllm_engine import generate, prepare_environment, start_engine
@@ -37,20 +37,6 @@ WINDOW, SHORTEST, LONGEST = 1024, 32, 512
 # Between blocks: OpenMP's threads spin for 0.2 s after the last parallel region.
 PAUSE_S = 0.5
 ANSWER = "seconds "
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Random tokens; nothing of them was answered."""
-
-    sample_id: str
-    input_ids: list[int]
-    split: str = "train"
-    num_prompt: int = 1
-
-    @property
-    def loss_mask(self) -> list[bool]:
-        return [False] * len(self.input_ids)
 
 
 def main(blocks: int = 12, tokens: int = 10_000) -> int:
@@ -111,13 +97,14 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return ordered[skip], ordered[n - 1 - skip], confidence
 
 
-def prompts(tokens: int, vocab_size: int) -> list[Prompt]:
+def prompts(tokens: int, vocab_size: int) -> list[Sample]:
     """About `tokens` in all, of lengths between SHORTEST and LONGEST, the same on both sides."""
     draw, count = random.Random(0), 0
-    found: list[Prompt] = []
+    found: list[Sample] = []
     while count < tokens:
         length = draw.randint(SHORTEST, LONGEST)
-        found.append(Prompt(f"{len(found):08d}", draw.choices(range(vocab_size // 2), k=length)))
+        name, ids = f"{len(found):08d}", draw.choices(range(vocab_size // 2), k=length)
+        found.append(Sample(name, name, 0, "train", ids, [False, *[True] * (length - 1)], "stop"))
         count += length
     return found
 

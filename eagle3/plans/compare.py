@@ -12,6 +12,7 @@ from typing import Any
 
 from eagle3.closing_table import aligned, clock
 from eagle3.formats.json_files import printable, spelled
+from eagle3.git_answers import git
 from eagle3.problems import invalid
 from eagle3.stage_guard import scratch_home
 
@@ -47,10 +48,7 @@ def exp_show() -> list[Json]:
 def commits() -> list[str]:
     """HEAD and every commit that has experiments, which DVC keeps as Git refs; it shows those of HEAD alone."""
     listing = ("for-each-ref", "--sort=-committerdate", "--format=%(refname)", "refs/exps")
-    head, refs = (
-        subprocess.run(["git", *words], text=True, capture_output=True, check=False).stdout
-        for words in (("rev-parse", "HEAD"), listing)
-    )
+    head, refs = (git(*words) or "" for words in (("rev-parse", "HEAD"), listing))
     found = re.findall(r"^refs/exps/([0-9a-f]{2})/([0-9a-f]{38})/", refs, re.MULTILINE)
     return list(dict.fromkeys([*head.split(), *map("".join, found)]))
 

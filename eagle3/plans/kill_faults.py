@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eagle3.git_answers import git
 from eagle3.plans.plan import out_paths
 from eagle3.problems import InvalidInput, Problem
 from eagle3.yaml12 import parse_yaml, read_yaml
@@ -37,7 +37,7 @@ def kill_faults() -> Iterator[Problem]:
     stages, text, committed = (
         read_yaml(Path("dvc.yaml"))["stages"],
         LOCK.read_text(errors="replace"),
-        _git("show", f"HEAD:./{LOCK}"),
+        git("show", f"HEAD:./{LOCK}") or "",
     )
     entries, found = _read(text, stages)
     before, unusable = (entries, found) if text == committed else _read(committed, stages)
@@ -54,9 +54,9 @@ def kill_faults() -> Iterator[Problem]:
 
 def _detached_head() -> Iterator[Problem]:
     """DVC detaches HEAD for an experiment in the workspace, by its full id; its next command leaves it there."""
-    if _git("symbolic-ref", "-q", "HEAD") or not _git("for-each-ref", "--count=1", "refs/exps"):
+    if git("symbolic-ref", "-q", "HEAD") or not git("for-each-ref", "--count=1", "refs/exps"):
         return
-    came = re.search(r"^checkout: moving from (\S+) to (\S+)$", _git("reflog", "--format=%gs"), re.MULTILINE)
+    came = re.search(r"^checkout: moving from (\S+) to (\S+)$", git("reflog", "--format=%gs") or "", re.MULTILINE)
     if came and re.fullmatch("[0-9a-f]{40}", came[2]):
         fix = f"git checkout {came[1]}   (unless an experiment is running just now)"
         found = "detached, as a killed `dvc exp run` leaves it"
@@ -68,15 +68,6 @@ def _is_json(path: Path) -> bool:
         return isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
     except (OSError, ValueError):
         return False
-
-
-def _git(*words: str) -> str:
-    """Git's answer; "" where it has none, is absent, or this is no repository."""
-    try:
-        done = subprocess.run(["git", *words], text=True, capture_output=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _read(text: str, stages: Json) -> tuple[Json, str]:

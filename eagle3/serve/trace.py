@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from eagle3.dvc_records import folder_md5
 from eagle3.formats.json_files import printable, read_json_object, spelled
+from eagle3.git_answers import git
 from eagle3.manifests import NAME as MANIFEST
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.serve.checksums import checksum_problems
@@ -71,29 +71,20 @@ def _not_a_release(where: str, found: str) -> Problem:
 
 def matching_commits(folder: Path) -> list[str] | None:
     """The commits of the repository around the current directory whose dvc.lock records exactly this folder."""
-    if not Path("dvc.lock").is_file() or _git("rev-parse", "--is-inside-work-tree") is None:
+    if not Path("dvc.lock").is_file() or git("rev-parse", "--is-inside-work-tree") is None:
         return None
     digest = folder_md5(folder)
-    revisions = (_git("rev-list", "--all", f"-n{MAX_COMMITS}", "--", "dvc.lock") or "").split()
-    tags = (_git("for-each-ref", "--format=%(refname:short)", "refs/tags") or "").split()
+    revisions = (git("rev-list", "--all", f"-n{MAX_COMMITS}", "--", "dvc.lock") or "").split()
+    tags = (git("for-each-ref", "--format=%(refname:short)", "refs/tags") or "").split()
     found = [line.rpartition(":")[0] for line in _grep(digest, revisions)]
     tagged = [line.rpartition(":")[0] for line in _grep(digest, tags)]
-    lines = (_git("log", "--no-walk", "--format=%h %cs %s", *found) or "").splitlines() if found else []
+    lines = (git("log", "--no-walk", "--format=%h %cs %s", *found) or "").splitlines() if found else []
     return [printable(line) for line in lines] + [f"tag {printable(tag)}" for tag in tagged]
 
 
 def _grep(digest: str, revisions: list[str]) -> list[str]:
-    found = _git("grep", "-l", "-F", f"md5: {digest}", *revisions, "--", "dvc.lock") if revisions else None
+    found = git("grep", "-l", "-F", f"md5: {digest}", *revisions, "--", "dvc.lock") if revisions else None
     return (found or "").splitlines()
-
-
-def _git(*arguments: str) -> str | None:
-    """Git's output, or None where Git is absent, this is no repository, or nothing was found."""
-    try:
-        done = subprocess.run(["git", *arguments], text=True, capture_output=True, check=False)
-    except OSError:
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def trace_lines(folder: Path, traced: Trace) -> Iterator[str]:
