@@ -325,7 +325,11 @@ def _append(log: Path, row: dict[str, Any]) -> None:
 
 
 class _PeakMemory(threading.Thread):
-    """Highest resident memory of this process and all its descendants together, looked at twice a second."""
+    """Highest proportional memory of this process and all its descendants together.
+
+    A look at it takes 22 ms of processor per GiB and holds up the process meanwhile; resident sizes cost nothing. They
+    are read twice a second, and looks take at most a tenth of the time while they grow, a hundredth while they do not.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -333,24 +337,33 @@ class _PeakMemory(threading.Thread):
         self._peak = 0
 
     def run(self) -> None:
+        seen, took, ended = 0, 0.0, 0.0
         while not self._stopped.wait(0.5):
-            self._peak = max(self._peak, _tree_memory(os.getpid()))
+            tree = [os.getpid(), *descendants(os.getpid())]
+            resident, began = sum(map(_resident_memory, tree)), time.monotonic()
+            if began - ended >= took * (10 if resident > seen else 100):
+                self._peak = max(self._peak, sum(map(_proportional_memory, tree)))
+                ended = time.monotonic()
+                seen, took = max(seen, resident), ended - began
 
     def stop(self) -> int:
         self._stopped.set()
         return max(self._peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def _tree_memory(root: int) -> int:
-    """Proportional memory of a process tree in bytes, so that shared pages count once (Linux /proc)."""
-    total = 0
-    for pid in (root, *descendants(root)):
-        try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            total += int(rollup.partition("\nPss:")[2].split()[0]) * 1024
-        except (OSError, IndexError, ValueError):
-            continue  # the process ended meanwhile
-    return total
+def _resident_memory(pid: int) -> int:
+    """Bytes, pages shared with other processes included; 0 if the process ended meanwhile (Linux /proc)."""
+    with suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _proportional_memory(pid: int) -> int:
+    """Bytes, a page of n processes counted as 1/n, so that a tree's sum counts it once; 0 if the process ended."""
+    with suppress(OSError, IndexError, ValueError):
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return int(rollup.partition("\nPss:")[2].split()[0]) * 1024
+    return 0
 
 
 def descendants(root: int) -> list[int]:

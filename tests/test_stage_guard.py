@@ -98,6 +98,13 @@ def test_outputs_appear_when_the_stage_has_succeeded(toy):
     assert row["peak_memory_bytes"] > 1 << 20
 
 
+def test_peak_memory_is_that_of_all_processes_and_falls_with_none(toy):
+    child = "import time; held = bytearray(b'x') * (300 << 20); time.sleep(1.5)"
+    body = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {child!r}], check=True); time.sleep(1)"
+    assert run(toy, body)[0] == 0
+    assert 300 << 20 < runs(toy)[0]["peak_memory_bytes"] < 500 << 20
+
+
 def test_a_stage_that_fails_half_way_leaves_the_old_output(toy):
     assert run(toy, PUBLISH)[0] == 0
     status, _, err = run(toy, PUBLISH + '(out / "answer").write_text("half"); raise RuntimeError("broken")')
