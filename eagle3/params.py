@@ -144,6 +144,7 @@ class SampleParams:
     max_eval_similarity: float = number(0.0, 1.0)
     max_new_tokens: int = integer(2)
     max_model_len: int = integer(8)
+    max_num_seqs: int = integer(1)
     temperature: float = number(0.0, 2.0)
     top_p: float = number(0.001, 1.0)
 

@@ -9,7 +9,8 @@ from typing import Any
 from eagle3.engines import require_engine
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, write_manifest
-from eagle3.sampling.answers import BATCH, Answering, Generation
+from eagle3.params import SampleParams
+from eagle3.sampling.answers import Answering, Generation
 from eagle3.sampling.conversation_sources import Sources
 from eagle3.sampling.conversations import SPLITS, SkippedFile
 from eagle3.sampling.kept import require_nesting
@@ -23,8 +24,7 @@ from eagle3.verifiers.chat_tokenizer import load_chat, special_token_ids
 from eagle3.verifiers.verifier import require_window, resolve_verifier
 
 # A prefix cache would let the bits of an answer hang on the prompts before it, so on where a killed run resumed.
-ENGINE_OPTIONS: dict[str, Any] = {"max_num_seqs": BATCH, "enable_prefix_caching": False}
-GENERATED = {"train": f"in batches of {BATCH}", "val": f"in batches of {BATCH}", "eval": "one prompt at a time"}
+NO_PREFIX_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
 
 
 def run(stage: Stage) -> None:
@@ -38,9 +38,10 @@ def run(stage: Stage) -> None:
     if sample.mode == "keep":
         require_nesting(chat)
 
-    start = partial(start_engine, verifier.path, machine, sample.max_model_len, trust_remote_code, **ENGINE_OPTIONS)
-    how = (stage.params.seed, sample.temperature, sample.top_p, sample.max_new_tokens, sample.max_model_len)
-    answering = Answering(Generation(verifier.sha256, engines, *how), stage.scratch, start)
+    options = {"max_num_seqs": sample.max_num_seqs, **NO_PREFIX_CACHE}
+    start = partial(start_engine, verifier.path, machine, sample.max_model_len, trust_remote_code, **options)
+    how = (sample.temperature, sample.top_p, sample.max_new_tokens, sample.max_model_len, sample.max_num_seqs)
+    answering = Answering(Generation(verifier.sha256, engines, stage.params.seed, *how), stage.scratch, start)
     folder = stage.out("data/samples")
     with SkippedFile(folder / "skipped.jsonl") as skipped:
         making = SampleMaking(answering, chat, sample, skipped)
@@ -61,9 +62,8 @@ def run(stage: Stage) -> None:
         "max_new_tokens": sample.max_new_tokens,
         "greedy_splits": [] if sample.temperature else [one for one in SPLITS if not keeps_answers(sample, one)],
         "generation": {
-            **GENERATED,
-            **({"train": "not generated: the given answers"} if sample.mode == "keep" else {}),
-            **{"dtype": "bfloat16", "enforce_eager": True, **ENGINE_OPTIONS},
+            **_generated(sample),
+            **{"dtype": "bfloat16", "enforce_eager": True, **options},
             "temperature": sample.temperature,
         },
     }
@@ -72,6 +72,12 @@ def run(stage: Stage) -> None:
     )
     listed = ", ".join(f"{name} {count}" for name, count in (counts | found | by_reason).items())
     print(f"sample: {listed}", flush=True)
+
+
+def _generated(sample: SampleParams) -> dict[str, str]:
+    together = f"in batches of {sample.max_num_seqs}"
+    train = "not generated: the given answers" if sample.mode == "keep" else together
+    return {"train": train, "val": together, "eval": "one prompt at a time"}
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def sample_params(**changes: Any) -> SampleParams:
     values = {
         **{"sources": [CHATTERBOT], "mode": "regenerate", "max_turns": 1, "max_train": 8, "max_val": 2, "max_eval": 4},
         **{"min_eval": 1, "val_percent": 20, "eval_percent": 20, "max_eval_similarity": 1.0, "max_new_tokens": 10},
-        **{"max_model_len": 50, "temperature": 0.0, "top_p": 1.0},
+        **{"max_model_len": 50, "max_num_seqs": 8, "temperature": 0.0, "top_p": 1.0},
     }
     return SampleParams(**(values | changes))
 

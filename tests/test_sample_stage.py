@@ -31,7 +31,7 @@ MACHINE = "cpu_threads: 1\nkv_cache_gib: 1\n"
 SAMPLE = {
     **{"sources": [{"file": "tiny.jsonl"}], "max_train": 140, "max_val": 4, "max_eval": 17, "min_eval": 2},
     **{"val_percent": 10, "eval_percent": 20, "max_new_tokens": 8, "max_model_len": 128, "temperature": 0.0},
-    **{"mode": "regenerate", "max_turns": 1, "max_eval_similarity": 1.0, "top_p": 1.0},
+    **{"mode": "regenerate", "max_turns": 1, "max_eval_similarity": 1.0, "top_p": 1.0, "max_num_seqs": 128},
 }
 TEXTS = [f"What is {number} times {number + 3}?" for number in range(230)]
 # The first repeats the train opening that is first in line.
@@ -206,16 +206,18 @@ def test_other_weights_under_the_same_path_never_reuse_old_answers(finished: tup
 @pytest.fixture(scope="module")
 def engine(finished: tuple[Path, str]) -> Iterator[Any]:
     from eagle3.states.vllm_engine import start_engine, stop_engine
-    from stages.sample import ENGINE_OPTIONS
+    from stages.sample import NO_PREFIX_CACHE
 
     machine = replace(DEFAULT, cpu_threads=1, kv_cache_gib=1)
-    started = start_engine(finished[0] / "verifier", machine, 128, False, **ENGINE_OPTIONS)
+    started = start_engine(finished[0] / "verifier", machine, 128, False, max_num_seqs=128, **NO_PREFIX_CACHE)
     yield started
     stop_engine(started)
 
 
 def answering(engine: Any, scratch: Path, temperature: float = 0.0) -> Answering:
-    return Answering(Generation("0" * 64, {"vllm": "0.32.0"}, 0, temperature, 1.0, 8, 128), scratch, lambda: engine)
+    return Answering(
+        Generation("0" * 64, {"vllm": "0.32.0"}, 0, temperature, 1.0, 8, 128, 128), scratch, lambda: engine
+    )
 
 
 def prompts_of(samples: list[Sample]) -> list[Prompt]:
@@ -231,6 +233,17 @@ def test_eval_answers_are_those_of_one_request_at_a_time(
     answers = answering(engine, tmp_path)
     found = [one for begin in range(0, len(asked), 3) for one in answers.answers(asked[begin : begin + 3], "eval")]
     assert [answer.output_ids for answer in found] == [row.input_ids[row.num_prompt :] for row in reversed(samples)]
+
+
+@pytest.mark.engine
+def test_a_chunk_is_what_the_engine_answers_at_once(finished: tuple[Path, str], engine: Any, tmp_path: Path) -> None:
+    asked = prompts_of(read_samples(finished[0] / "data" / "samples")[:2])
+    two, one = (replace(answering(engine, tmp_path)._generation, max_num_seqs=number) for number in (2, 1))
+    assert len(Answering(two, tmp_path, lambda: engine).answers(asked, "train")) == 2
+    with pytest.raises(AssertionError, match="a chunk is"):
+        Answering(one, tmp_path, lambda: engine).answers(asked, "train")
+    Answering(one, tmp_path, lambda: engine).answers(asked[:1], "train")
+    assert len([*tmp_path.glob("answers-*.json")]) == 2, "answers of another batch size are never taken"
 
 
 @pytest.mark.engine

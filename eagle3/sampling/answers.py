@@ -17,8 +17,7 @@ from typing import Any
 
 from eagle3.atomic_files import sha256_of_json, write_json
 
-# Answers of one engine call for train and val, and of one file for eval, whose calls hold one prompt each.
-BATCH = 128
+# Answers of one file for eval, whose engine calls hold one prompt each.
 EVAL_FILE = 8
 
 
@@ -50,6 +49,7 @@ class Generation:
     top_p: float
     max_new_tokens: int
     max_model_len: int
+    max_num_seqs: int
 
 
 @dataclass
@@ -80,11 +80,15 @@ class Answering:
     def answers(self, prompts: Sequence[Prompt], split: str) -> list[Answer]:
         """One answer for each prompt, in order: a chunk, from disk where an earlier run has finished it."""
         together = split != "eval"
-        assert len(prompts) <= chunk_size(split), "a chunk is what one engine call, or one file, holds"
+        assert len(prompts) <= self.chunk_size(split), "a chunk is what one engine call, or one file, holds"
         path = self._scratch / f"answers-{self._key(prompts, together)}.json"
         if not path.exists():
             write_json(path, [asdict(answer) for answer in self._generate(prompts, together, self.rates[split])])
         return [Answer(**raw) for raw in json.loads(path.read_text(encoding="utf-8"))]
+
+    def chunk_size(self, split: str) -> int:
+        """Prompts of one chunk: for train and val as many as the engine answers at once."""
+        return EVAL_FILE if split == "eval" else self._generation.max_num_seqs
 
     def _key(self, chunk: Sequence[Prompt], together: bool) -> str:
         return sha256_of_json([asdict(self._generation), together, [asdict(prompt) for prompt in chunk]])[:32]
@@ -127,8 +131,3 @@ class Answering:
 def answer_seed(seed: int, sample_id: str) -> int:
     """A 63-bit seed of its own for each turn of each conversation, so that its answer hangs on no other one."""
     return int(hashlib.sha256(f"{seed}:{sample_id}".encode()).hexdigest()[:16], 16) >> 1
-
-
-def chunk_size(split: str) -> int:
-    """Prompts of one chunk."""
-    return EVAL_FILE if split == "eval" else BATCH

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from eagle3.params import SampleParams
-from eagle3.sampling.answers import Answering, chunk_size
+from eagle3.sampling.answers import Answering
 from eagle3.sampling.conversations import Conversation, Skipped, SkippedFile
 from eagle3.sampling.kept import keep
 from eagle3.sampling.prompt_selection import Selection
@@ -45,7 +45,7 @@ class SampleMaking:
         """The samples of a split; a conversation that failed is written down as skipped."""
         from tqdm import tqdm
 
-        size = chunk_size(split)
+        size = self._answering.chunk_size(split)
         with tqdm(total=len(rows), desc=f"{split} answers", unit="conversation", mininterval=1.0) as bar:
             for begin in range(0, len(rows), size):
                 block = rows[begin : begin + size]
