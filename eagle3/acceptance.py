@@ -123,15 +123,31 @@ def without_loops(rounds: Iterable[Round], tokens_T: Sequence[int], ngram: int =
     return kept
 
 
-def bootstrap_interval(prompts: Sequence[Acceptance], seed: int = 0) -> tuple[float, float]:
+def length_interval(prompts: Sequence[Acceptance]) -> tuple[float, float]:
     """95% interval of the acceptance length, resampling whole prompts (rounds of one answer are not independent)."""
-    pairs = [(prompt.rounds, sum(prompt.accepted_per_position)) for prompt in prompts]
+    low, high = bootstrap([(one.rounds, sum(one.accepted_per_position)) for one in prompts], _per_round)
+    return 1.0 + low, 1.0 + high
 
-    def length(chosen: Sequence[tuple[int, int]]) -> float:
-        rounds = sum(pair[0] for pair in chosen)
-        return 1.0 + sum(pair[1] for pair in chosen) / rounds if rounds else 1.0
 
-    return bootstrap(pairs, length, seed)
+def rate_intervals(prompts: Sequence[Acceptance]) -> list[tuple[float, float]]:
+    """95% interval of the acceptance rate at each position, as `length_interval`."""
+    positions = zip(*(one.accepted_per_position for one in prompts), strict=True)
+    rounds = [one.rounds for one in prompts]
+    return [bootstrap([*zip(rounds, accepted, strict=True)], _per_round) for accepted in positions]
+
+
+def spread(interval: Sequence[float] | None) -> str:
+    """` (95%: 1.762 to 1.901)`; nothing where there is no interval."""
+    if interval is None:
+        return ""
+    low, high = interval
+    return f" (95%: {low:.3f} to {high:.3f})"
+
+
+def _per_round(pairs: Sequence[tuple[int, int]]) -> float:
+    """pairs: (rounds, accepted drafts) of each prompt."""
+    rounds = sum(pair[0] for pair in pairs)
+    return sum(pair[1] for pair in pairs) / rounds if rounds else 0.0
 
 
 def bootstrap(parts: Sequence[Part], figure: Callable[[Sequence[Part]], float], seed: int = 0) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3.acceptance import spread
 from eagle3.manifests import read_manifest
 from eagle3.problems import InvalidInput, invalid
 from eagle3.stage_guard import scratch_home
@@ -77,12 +78,11 @@ def _checks() -> list[str]:
 def _served() -> list[str]:
     report = _report("serve-test", "reports/serve_test.json")
     served, greedy, speed = report["served"], report["greedy"], report["speed"]
-    low, high = served["interval_95"]
     slowest, fastest = speed["speed_up_interval_95"]
     rates = " ".join(f"{rate:.3f}" for rate in served["rate_per_position"])
-    length = f"{served['acceptance_length']:.3f} (95%: {low:.3f} to {high:.3f}), {served['rounds']:,} rounds"
+    length = f"{served['acceptance_length']:.3f}{spread(served['interval_95'])}, {served['rounds']:,} rounds"
     free = f"{report['served_without_loops']['acceptance_length']:.3f} without loops"
-    equal = f"{greedy['equal']} of {report['prompts']} equal with and without the draft, {greedy['ties']} near-ties"
+    equal = f"{greedy['equal']} of {greedy['answers']} equal with and without the draft, {greedy['ties']} near-ties"
     speeds = (
         f"{speed['tokens_per_second_with_draft']:.1f} with the draft, "
         f"{speed['tokens_per_second_without_draft']:.1f} without: {speed['speed_up']:.2f} times "

@@ -20,7 +20,7 @@ from eagle3.serve.measuring import Plan, measure
 from eagle3.serve.question_turns import Asked
 from eagle3.serve.questions import read_questions
 from eagle3.serve.release import Release, read_passed_checks, require_one_lineage, write_release
-from eagle3.serve.serve_groups import speed_csv
+from eagle3.serve.serve_groups import context_csv, speed_csv
 from eagle3.serve.serve_report import acceptance_csv, build_report, require_gates, walked
 from eagle3.serve.serving import GREETING
 from eagle3.serve.suite import TOOL_PARSER
@@ -59,6 +59,7 @@ def run(stage: Stage) -> None:
     complete = require_gates(report, params, stage.scratch / "serve_test.json")
     write_json(stage.out("reports/serve_test.json"), complete)
     write_text(stage.out("reports/acceptance.csv"), acceptance_csv(complete))
+    write_text(stage.out("reports/context.csv"), context_csv(complete))
     write_text(stage.out("reports/speed.csv"), speed_csv(complete))
     write_release(stage.out("data/release"), DRAFT, Release(draft, samples, complete, checks, stage.values, engines))
     print(f"serve-test: {len(complete['gates'])} gates passed; the checkpoint is data/release")

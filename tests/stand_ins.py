@@ -137,7 +137,8 @@ def run(stage: Stage) -> None:
     checks, params = read_passed_checks(), stage.params.serve_test
     digest = sha256_of_json([stage.values, made, checks])
     length = draft.inputs["checkpoints"]["decisions"]["epochs"][0]["walk"]["eval"][str(params.num_speculative_tokens)]
-    served = {**length, "interval_95": [1.5, 2.5]}
+    rates = [[rate, rate] for rate in length["rate_per_position"]]
+    served = {**length, "interval_95": [1.5, 2.5], "rate_interval_95_per_position": rates}
     speed = {f"{name}_interval_95": [1.2, 1.3] for name in ("speed_up", "speed_up_per_prompt")} | {
         "tokens_per_second_with_draft": 50.0,
         "tokens_per_second_without_draft": 40.0,
@@ -154,7 +155,8 @@ def run(stage: Stage) -> None:
         "served": served,
         "served_without_loops": served,
         "walk": length,
-        "greedy": {"equal": 3, "ties": int(digest[:2], 16), "faults": 0},
+        "questions": {"by_file": {}},
+        "greedy": {"answers": 300, "equal": 3, "ties": int(digest[:2], 16), "faults": 0},
         "speed": speed,
         "gates": {"rounds": {"at_least": params.min_rounds, "passed": True, "value": 100_000}},
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,8 +12,10 @@ from eagle3.acceptance import (
     Round,
     acceptance_of,
     acceptance_of_counts,
-    bootstrap_interval,
+    length_interval,
+    rate_intervals,
     right_drafts,
+    spread,
     walk,
     without_loops,
 )
@@ -123,6 +127,51 @@ def test_an_answer_without_repetition_loses_no_round(case):
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=6))
 def test_the_interval_is_a_function_of_its_prompts_and_lies_in_their_range(prompts):
     parts = [acceptance_of_counts(prompt, 3) for prompt in prompts]
-    low, high = bootstrap_interval(parts)
-    assert (low, high) == bootstrap_interval(parts)
+    low, high = length_interval(parts)
+    assert (low, high) == length_interval(parts)
     assert min(part.length for part in parts) <= low <= high <= max(part.length for part in parts)
+    for position, (low, high) in enumerate(rate_intervals(parts)):
+        rates = [part.rates[position] for part in parts]
+        assert min(rates) <= low <= high <= max(rates)
+
+
+def every_resampling(prompts: list[Acceptance], position: int) -> list[float]:
+    """The rate over each resampling that there is, all of them equally likely, ascending."""
+    return sorted(
+        sum(one.accepted_per_position[position] for one in chosen) / sum(one.rounds for one in chosen)
+        for chosen in product(prompts, repeat=len(prompts))
+    )
+
+
+def test_intervals_of_rates_are_those_over_all_resamplings_of_prompts():
+    """Of 2,000 draws, the share below their 2.5% quantile lies within 1% of that (three standard deviations)."""
+    numbers = (10, 9, 6), (40, 8, 0), (5, 5, 5), (20, 12, 3), (30, 24, 9)
+    prompts = [Acceptance(rounds, (first, second)) for rounds, first, second in numbers]
+    for position, (low, high) in enumerate(rate_intervals(prompts)):
+        every = every_resampling(prompts, position)
+        assert every[int(0.015 * len(every))] <= low <= every[int(0.035 * len(every))]
+        assert every[int(0.965 * len(every))] <= high <= every[int(0.985 * len(every))]
+
+
+def test_the_interval_of_independent_rounds_is_the_binomial_one():
+    """A prompt of one round each, half of them accepted: 2.5% and 97.5% of Binomial(100, 1/2) are 40 and 60."""
+    prompts = [Acceptance(1, (number % 2,)) for number in range(100)]
+    [(low, high)] = rate_intervals(prompts)
+    assert low in (0.39, 0.4, 0.41)
+    assert high in (0.59, 0.6, 0.61)
+    assert length_interval(prompts) == (1 + low, 1 + high)
+
+
+def test_rounds_of_one_prompt_are_not_taken_for_independent():
+    """The same rounds in two prompts, one of which accepts everything: nothing is known of a third."""
+    assert rate_intervals([Acceptance(50, (50,)), Acceptance(50, (0,))]) == [(0.0, 1.0)]
+    assert rate_intervals([Acceptance(50, (25,))] * 2) == [(0.5, 0.5)]
+
+
+def test_prompts_without_a_round_have_no_rate():
+    assert rate_intervals([Acceptance(0, (0, 0))]) == [(0.0, 0.0)] * 2
+
+
+def test_a_spread_is_said_where_there_is_one():
+    assert spread([1.25, 2.5]) == " (95%: 1.250 to 2.500)"
+    assert spread(None) == ""

@@ -29,9 +29,9 @@ def test_questions_in_their_order_with_what_is_optional_left_out(folder):
     write(folder, MT_BENCH, b"", {"turns": ["Why?"]})
     write(folder, {"turns": ["How?"], "question_id": "a"}, name="r.jsonl")
     assert read_questions(["r.jsonl", "q.jsonl"], folder) == [
-        Question("r.jsonl:a", "other", ("How?",)),
-        Question("q.jsonl:81", "writing", ("Compose a post.", "Rewrite it.")),
-        Question("q.jsonl:3", "other", ("Why?",)),
+        Question("r.jsonl", "r.jsonl:a", "other", ("How?",)),
+        Question("q.jsonl", "q.jsonl:81", "writing", ("Compose a post.", "Rewrite it.")),
+        Question("q.jsonl", "q.jsonl:3", "other", ("Why?",)),
     ]
 
 

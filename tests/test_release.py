@@ -19,7 +19,11 @@ VERIFIER = {
     "sha256": "a" * 64,
 }
 SOURCES = [{"package": "chatterbot-corpus", "version": "1.3.3"}, {"package": "chitchat-dataset", "version": "0.9.0"}]
-LENGTH = {**Acceptance(100, (46, 24, 13)).as_dict(), "interval_95": [1.7, 1.9]}
+LENGTH = {
+    **Acceptance(100, (46, 24, 13)).as_dict(),
+    "interval_95": [1.7, 1.9],
+    "rate_interval_95_per_position": [[0.41, 0.5], [0.2, 0.3], [0.1, 0.16]],
+}
 REPORT = {
     "prompts": 72,
     "new_tokens": 6400,
@@ -27,7 +31,8 @@ REPORT = {
     "served": LENGTH,
     "served_without_loops": LENGTH,
     "walk": Acceptance(100, (46, 24, 13)).as_dict(),
-    "greedy": {"equal": 71, "ties": 1, "faults": 0},
+    "questions": {"by_file": {"mt_bench.jsonl": {"turns": 40, **LENGTH}}},
+    "greedy": {"answers": 75, "equal": 74, "ties": 1, "faults": 0},
     "speed": {
         "order": "in turns of 8 prompts",
         "tokens_per_second_with_draft": 36.3,
@@ -149,6 +154,9 @@ def test_the_card_names_verifier_data_licences_and_numbers():
     assert "conversations: chitchat-dataset 0.9.0, licence MIT" in card
     assert "conversations: chatterbot-corpus 1.3.3, licence BSD-3-Clause" in card
     assert "1.830 (1.700 to 1.900), 100 rounds" in card
+    assert "| acceptance rate at position 1 | 0.240 (0.200 to 0.300) |" in card
+    assert "| acceptance length on mt_bench.jsonl, 40 turns | 1.830 (1.700 to 1.900), 100 rounds |" in card
+    assert "| greedy answers equal with and without the draft | 74 of 75 |" in card
     assert "| tokens/s without it | 25.1 |" in card
     assert "| speed-up | 1.45 times (1.40 to 1.50) |" in card
     assert "| seconds to the first token without it, median | 0.061 |" in card
@@ -156,6 +164,13 @@ def test_the_card_names_verifier_data_licences_and_numbers():
     assert "its logits lie at most 2.5 bf16 steps from training's, at 96 positions and unrolled steps" in card
     assert 'sample.mode: "regenerate"\n' in card
     assert "serve_test.num_speculative_tokens: 3\n" in card
+
+
+def test_the_card_of_a_single_prompt_has_no_intervals():
+    alone = {**LENGTH, "interval_95": None, "rate_interval_95_per_position": None}
+    card = model_card(provenance(replace(release_of(), report={**REPORT, "served": alone})))
+    assert "| acceptance length (tokens per verifier step) | 1.830, 100 rounds |" in card
+    assert "| acceptance rate at position 1 | 0.240 |" in card
 
 
 def test_the_card_says_where_logits_were_not_compared():

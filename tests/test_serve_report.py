@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -132,8 +133,19 @@ def test_the_walk_is_that_of_the_served_epoch():
 
 
 def test_the_plot_has_a_row_for_each_position():
-    assert acceptance_csv(report_of()).splitlines()[0] == "position,served,walk"
-    assert acceptance_csv(report_of()).splitlines()[1] == "0,0.714286,0.714286"
+    lines = acceptance_csv(report_of()).splitlines()
+    assert lines[0] == "position,served,served_low,served_high,walk"
+    # two prompts: 1 of 2 rounds and 4 of 5 had their first draft right
+    assert lines[1] == "0,0.714286,0.5,0.8,0.714286"
+    assert len(lines) == 1 + 2
+
+
+def test_a_single_prompt_has_no_spread():
+    one = replace(measured(), prompts=measured().prompts[:1], with_draft=[ONE], without_draft=[ONE], sampled=[[]])
+    report = build_report(one, WALK.as_dict(), WALK.as_dict())
+    assert report["served"]["interval_95"] is None
+    assert acceptance_csv(report).splitlines()[1] == "0,0.714286,,,0.714286"
+    assert "acceptance length     2.286, 7 rounds" in report_lines({**report, "gates": {}})
 
 
 def test_the_lines_fit_a_terminal():

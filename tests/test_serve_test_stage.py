@@ -243,5 +243,5 @@ def test_each_number_of_drafted_tokens_has_its_row(released, repository):
 @pytest.mark.engine
 def test_the_plot_has_one_row_a_position(released, repository):
     lines = (repository / "reports/acceptance.csv").read_text().splitlines()
-    assert lines[0] == "position,served,walk"
+    assert lines[0] == "position,served,served_low,served_high,walk"
     assert [line.split(",")[0] for line in lines[1:]] == ["0", "1", "2"]

@@ -11,7 +11,7 @@ from eagle3.acceptance import Acceptance, Round, acceptance_of, walk, without_lo
 from eagle3.machine import available_memory
 from eagle3.sampling.samples import Sample
 from eagle3.serve.greedy_ties import Difference, Judgement, first_difference, judge
-from eagle3.serve.question_turns import Asked, Turn, ask_questions
+from eagle3.serve.question_turns import Asked, Turn, ask_again, ask_questions
 from eagle3.serve.serving import TURN, Answer, Client, Counters, Prompt, ask_in_turns, opened_clients
 from eagle3.serve.suite import Suite, differences, run_suite
 from eagle3.serve.vllm_command import ServerSettings, num_gpus, num_ranks, server_memory
@@ -159,29 +159,25 @@ def apart(settings: ServerSettings) -> str:
 def _in_turns(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served]:
     with opened_clients(both, plan.greeting) as clients:
         (answers, counters), (others, _) = _ask(clients, plan, NAMES, figures)
-        served = _with_draft(clients[0], plan, answers, counters)
-        return served, _without_draft(clients[1], plan, others, served)
+        turns, too_long = ask_questions(clients, plan.questions, plan.limit)
+        served = Served(answers, counters, turns, too_long, _suite(clients[0], plan))
+        return served, replace(served, answers=others, suite=_suite(clients[1], plan, served.suite))
 
 
 def _one_by_one(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served]:
     with opened_clients(both[:1], plan.greeting) as clients:
         [(answers, counters)] = _ask(clients, plan, NAMES[:1], figures)
-        served = _with_draft(clients[0], plan, answers, counters)
+        turns, too_long = ask_questions(clients, plan.questions, plan.limit)
+        served = Served(answers, counters, turns, too_long, _suite(clients[0], plan))
     with opened_clients(both[1:], plan.greeting) as clients:
         [(others, _)] = _ask(clients, plan, NAMES[1:], figures)
-        return served, _without_draft(clients[0], plan, others, served)
+        turns = ask_again(clients[0], turns)
+        return served, replace(served, answers=others, turns=turns, suite=_suite(clients[0], plan, served.suite))
 
 
-def _with_draft(client: Client, plan: Plan, answers: list[Answer], counters: Counters) -> Served:
-    turns, too_long = ask_questions(client, plan.questions, plan.limit)
-    return Served(answers, counters, turns, too_long, run_suite(client, plan.prompts) if plan.full else None)
-
-
-def _without_draft(client: Client, plan: Plan, answers: list[Answer], served: Served) -> Served:
-    """The turns that the server with the draft was asked, and its stop string."""
-    turns = [replace(turn, other=client.ask(turn.prompt)) for turn in served.turns]
-    suite = run_suite(client, plan.prompts, served.suite.stop) if served.suite else None
-    return replace(served, answers=answers, turns=turns, suite=suite)
+def _suite(client: Client, plan: Plan, served: Suite | None = None) -> Suite | None:
+    """served: the suite of the server with the draft, whose stop string the other one is given too."""
+    return run_suite(client, plan.prompts, served.stop if served else "") if plan.full else None
 
 
 def _ask(

@@ -77,19 +77,20 @@ def _revision(verifier: Json) -> str:
 def _measured(provenance: Json) -> str:
     report = provenance["metrics"]
     speed, greedy, versions = report["speed"], report["greedy"], provenance["engines"]
-    rates = enumerate(report["served"]["rate_per_position"])
+    rates, files = enumerate(_rates(report["served"])), report["questions"]["by_file"]
     rows = [
         ("acceptance length (tokens per verifier step)", _length(report["served"])),
         ("the same without repeated 8-grams", _length(report["served_without_loops"])),
         ("predicted by a walk over the same answers", f"{report['walk']['acceptance_length']:.3f}"),
-        *((f"acceptance rate at position {position}", f"{rate:.3f}") for position, rate in rates),
+        *((f"acceptance rate at position {position}", rate) for position, rate in rates),
+        *((f"acceptance length on {name}, {found['turns']} turns", _length(found)) for name, found in files.items()),
         ("tokens/s with the draft, one request at a time", f"{speed['tokens_per_second_with_draft']:.1f}"),
         ("tokens/s without it", f"{speed['tokens_per_second_without_draft']:.1f}"),
         ("speed-up", _between(speed, "speed_up")),
         ("speed-up of a prompt, median", _between(speed, "speed_up_per_prompt")),
         ("seconds to the first token with the draft, median", f"{speed['first_token_seconds_with_draft']:.3f}"),
         ("seconds to the first token without it, median", f"{speed['first_token_seconds_without_draft']:.3f}"),
-        ("greedy answers equal with and without the draft", f"{greedy['equal']} of {report['prompts']}"),
+        ("greedy answers equal with and without the draft", f"{greedy['equal']} of {greedy['answers']}"),
         ("of the others, near-ties in bf16", f"{greedy['ties']}"),
     ]
     table = "".join(f"| {name} | {value} |\n" for name, value in rows)
@@ -133,8 +134,19 @@ def _parameters(params: Json, prefix: str = "") -> str:
 
 
 def _length(acceptance: Json) -> str:
-    low, high = acceptance["interval_95"]
-    return f"{acceptance['acceptance_length']:.3f} ({low:.3f} to {high:.3f}), {acceptance['rounds']} rounds"
+    interval = _bounds(acceptance["interval_95"])
+    return f"{acceptance['acceptance_length']:.3f}{interval}, {acceptance['rounds']} rounds"
+
+
+def _rates(acceptance: Json) -> list[str]:
+    rates = acceptance["rate_per_position"]
+    intervals = acceptance["rate_interval_95_per_position"] or [None] * len(rates)
+    return [f"{rate:.3f}{_bounds(interval)}" for rate, interval in zip(rates, intervals, strict=True)]
+
+
+def _bounds(interval: list[float] | None) -> str:
+    """` (1.762 to 1.901)`; nothing where a single prompt was asked."""
+    return f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
 
 
 def _made_from(provenance: Json, licence: str | None) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
 from eagle3.problems import invalid
 from eagle3.serve.questions import Question
-from eagle3.serve.serving import Answer, Client, Prompt
+from eagle3.serve.serving import IDLE_SECONDS, TURN, Answer, Client, Prompt
 from eagle3.verifiers.chat_tokenizer import TemplateRefusal
 
 Messages = list[dict[str, str]]
@@ -29,32 +30,53 @@ class Asked:
 class Turn:
     """One turn as it was asked, and its answers by both servers. prompt's id: `FILE:QUESTION:TURN`, turns from 1."""
 
-    category: str
+    question: Question
     prompt: Prompt
     answer: Answer
     other: Answer
 
 
-def ask_questions(client: Client, asked: Asked, limit: int) -> tuple[list[Turn], list[str]]:
+def ask_questions(clients: Sequence[Client], asked: Asked, limit: int) -> tuple[list[Turn], list[str]]:
     """Every turn that fits into the window with `limit` tokens of answer, and the ids of those that did not.
 
-    `other` is the same answer until the other server has been asked.
+    The first server's answers are those that further turns follow. A second server is asked the same turns after each
+    `TURN` questions, so that whatever else the machine does meets both alike; without it `other` is `answer`.
     """
     turns: list[Turn] = []
     too_long: list[str] = []
-    for question in tqdm(asked.questions, desc="questions", unit="question", disable=not asked.questions):
-        messages: Messages = []
-        for number, text in enumerate(question.turns, start=1):
-            messages.append({"role": "user", "content": text})
-            name = f"{question.key}:{number}"
-            prompt = Prompt(name, _rendered(asked, messages, name), limit)
-            if len(prompt.input_ids) + limit > asked.window:
-                too_long.append(prompt.sample_id)
-                break
-            answer = client.ask(prompt)
-            turns.append(Turn(question.category, prompt, answer, answer))
-            messages.append({"role": "assistant", "content": asked.read(answer.token_ids)})
+    with tqdm(total=len(asked.questions), desc="questions", unit="question", disable=not asked.questions) as bar:
+        for first in range(0, len(asked.questions), TURN):
+            block: list[Turn] = []
+            for question in asked.questions[first : first + TURN]:
+                block += _conversation(clients[0], asked, question, limit, too_long)
+                bar.update()
+            for client in clients[1:]:
+                time.sleep(IDLE_SECONDS)
+                block = [replace(turn, other=client.ask(turn.prompt)) for turn in block]
+                time.sleep(IDLE_SECONDS)
+            turns += block
     return turns, too_long
+
+
+def ask_again(client: Client, turns: Sequence[Turn]) -> list[Turn]:
+    """The same turns, put to the other server."""
+    bar = tqdm(turns, desc="questions, without draft", unit="turn", disable=not turns)
+    return [replace(turn, other=client.ask(turn.prompt)) for turn in bar]
+
+
+def _conversation(client: Client, asked: Asked, question: Question, limit: int, too_long: list[str]) -> Iterator[Turn]:
+    """The turns of one question, up to the first that does not fit: its id goes into `too_long`."""
+    messages: Messages = []
+    for number, text in enumerate(question.turns, start=1):
+        messages.append({"role": "user", "content": text})
+        name = f"{question.key}:{number}"
+        prompt = Prompt(name, _rendered(asked, messages, name), limit)
+        if len(prompt.input_ids) + limit > asked.window:
+            too_long.append(name)
+            return
+        answer = client.ask(prompt)
+        yield Turn(question, prompt, answer, answer)
+        messages.append({"role": "assistant", "content": asked.read(answer.token_ids)})
 
 
 def _rendered(asked: Asked, messages: Messages, name: str) -> list[int]:

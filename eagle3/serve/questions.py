@@ -18,8 +18,9 @@ EXPECTED = '{"turns": ["a question", ...], "category": "text, optional", "questi
 
 @dataclass(frozen=True)
 class Question:
-    """User messages in their order. key: the file's name and the question's id."""
+    """User messages in their order. file: its name; key: that and the question's id."""
 
+    file: str
     key: str
     category: str
     turns: tuple[str, ...]
@@ -64,7 +65,7 @@ def _question(file: str, line: int, row: Any) -> Question | str:
     category, key = row.get("category", NO_CATEGORY), row.get("question_id", line)
     if not isinstance(category, str) or not isinstance(key, int | str):
         return "`category` or `question_id` is no text"
-    return Question(f"{file}:{key}", category, tuple(turns))
+    return Question(file, f"{file}:{key}", category, tuple(turns))
 
 
 def _problem(path: Path, line: int, found: str) -> Problem:

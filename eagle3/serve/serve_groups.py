@@ -5,10 +5,20 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from statistics import median
 from typing import Any
 
-from eagle3.acceptance import Acceptance, Round, acceptance_of, acceptance_of_counts, bootstrap
+from eagle3.acceptance import (
+    Acceptance,
+    Round,
+    acceptance_of,
+    acceptance_of_counts,
+    bootstrap,
+    length_interval,
+    rate_intervals,
+    spread,
+)
 from eagle3.serve.measuring import Measured
 from eagle3.serve.question_turns import Turn
 from eagle3.serve.serving import Answer, tokens_per_second
@@ -25,6 +35,20 @@ def total_of(parts: Sequence[Acceptance]) -> Acceptance:
     return total
 
 
+def with_intervals(prompts: Sequence[Acceptance]) -> Report:
+    """The sum over prompts; 95% intervals of its length and its rates, null of a single prompt, which has no spread."""
+    several = len(prompts) > 1
+    return {
+        **total_of(prompts).as_dict(),
+        "interval_95": _rounded(length_interval(prompts)) if several else None,
+        "rate_interval_95_per_position": [_rounded(one) for one in rate_intervals(prompts)] if several else None,
+    }
+
+
+def _rounded(interval: tuple[float, float]) -> list[float]:
+    return [round(bound, 6) for bound in interval]
+
+
 def bucket(position: int) -> str:
     """Doubling ranges of context length.
 
@@ -38,28 +62,63 @@ def bucket(position: int) -> str:
 
 
 def by_context_length(rounds: Iterable[Sequence[Round]], k: int) -> Report:
-    """Every round by the number of tokens before it."""
-    found: dict[str, list[Round]] = {}
-    for round_ in sorted((one for rounds_ in rounds for one in rounds_), key=lambda one: one.position):
-        found.setdefault(bucket(round_.position), []).append(round_)
-    return {name: acceptance_of(rounds_, k).as_dict() for name, rounds_ in found.items()}
+    """Every round by the number of tokens before it, the shortest context first. rounds: of each prompt."""
+    found: dict[str, list[Acceptance]] = {}
+    for of_prompt in rounds:
+        for name, part in groupby(of_prompt, lambda one: bucket(one.position)):
+            found.setdefault(name, []).append(acceptance_of(part, k))
+    ordered = sorted(found, key=lambda name: int(name.partition("-")[0]))
+    return {name: {"prompts": len(found[name]), **with_intervals(found[name])} for name in ordered}
+
+
+def context_csv(report: Report) -> str:
+    """reports/context.csv: acceptance length with its 95% interval; a row for each range of context length."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["from_tokens", "to_tokens", "prompts", "rounds", "acceptance_length", "low", "high"])
+    for name, row in report["by_context_length"].items():
+        bounds = row["interval_95"] or (None, None)
+        writer.writerow([*name.split("-"), row["prompts"], row["rounds"], row["acceptance_length"], *bounds])
+    return text.getvalue()
 
 
 def questions_report(turns: Sequence[Turn], too_long: Sequence[str], k: int) -> Report:
-    """Acceptance over all turns and by category, as the server counted it, and the turns that did not fit."""
-    categories: dict[str, list[Acceptance]] = {}
+    """Acceptance over all turns, by file and by category, as the server counted it, and the turns that did not fit.
+
+    Intervals are over questions: the turns of one are not independent.
+    """
+    categories: dict[str, list[Turn]] = {}
+    files: dict[str, list[Turn]] = {}
     for turn in turns:
-        categories.setdefault(turn.category, []).append(acceptance_of_counts(turn.answer.accepted, k))
-    everything = [one for found in categories.values() for one in found]
-    by_category = {
-        name: {"turns": len(found), **total_of(found).as_dict()} for name, found in sorted(categories.items())
-    }
+        categories.setdefault(turn.question.category, []).append(turn)
+        files.setdefault(turn.question.file, []).append(turn)
     return {
         "turns": len(turns),
         "too_long": list(too_long),
-        "served": total_of(everything).as_dict() if everything else None,
-        "by_category": by_category,
+        "served": _of_questions(turns, k) if turns else None,
+        "by_file": {name: _of_questions(found, k) for name, found in sorted(files.items())},
+        "by_category": {name: _of_questions(found, k) for name, found in sorted(categories.items())},
     }
+
+
+def _of_questions(turns: Sequence[Turn], k: int) -> Report:
+    questions: dict[str, list[Turn]] = {}
+    for turn in turns:
+        questions.setdefault(turn.question.key, []).append(turn)
+    found = [*questions.values()]
+    accepted = ([count for turn in of_one for count in turn.answer.accepted] for of_one in found)
+    low, high = bootstrap(found, _speed_up_of_questions)
+    return {
+        "questions": len(found),
+        "turns": len(turns),
+        **with_intervals([acceptance_of_counts(counts, k) for counts in accepted]),
+        "speed_up": round(_speed_up_of_questions(found), 3),
+        "speed_up_interval_95": [round(low, 3), round(high, 3)] if len(found) > 1 else None,
+    }
+
+
+def _speed_up_of_questions(questions: Sequence[Sequence[Turn]]) -> float:
+    return _speed_up([(turn.answer, turn.other) for of_one in questions for turn in of_one])
 
 
 def speed_report(answers: Sequence[Answer], others: Sequence[Answer], order: str) -> Report:
@@ -118,11 +177,10 @@ def detail_lines(report: Report) -> list[str]:
     """What was asked beyond the eval split, on lines for a person; none where nothing was."""
     lines = []
     questions = report["questions"]
-    if questions["turns"]:
-        lengths = ", ".join(f"{name} {row['acceptance_length']:.3f}" for name, row in questions["by_category"].items())
-        lines.append(
-            f"questions             {questions['turns']} turns, {len(questions['too_long'])} too long; {lengths}"
-        )
+    if questions["turns"] or questions["too_long"]:
+        lines.append(f"questions             {questions['turns']} turns, {len(questions['too_long'])} too long")
+        groups = {**questions["by_file"], **{f"of {name}": row for name, row in questions["by_category"].items()}}
+        lines += [f"  {name:<19} {_question_line(row)}" for name, row in groups.items()]
     if len(report["speed_by_drafts"]) > 2:
         fastest = max(report["speed_by_drafts"], key=lambda row: row["tokens_per_second"])["num_speculative_tokens"]
         lines += [
@@ -132,3 +190,10 @@ def detail_lines(report: Report) -> list[str]:
             for row in report["speed_by_drafts"]
         ]
     return lines
+
+
+def _question_line(row: Report) -> str:
+    return (
+        f"acceptance length {row['acceptance_length']:.3f}{spread(row['interval_95'])}, {row['rounds']} rounds; "
+        f"{row['speed_up']:.2f} times"
+    )

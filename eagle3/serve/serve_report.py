@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.acceptance import Acceptance, acceptance_of_counts, bootstrap_interval
+from eagle3.acceptance import Acceptance, acceptance_of_counts, spread
 from eagle3.atomic_files import write_json
 from eagle3.manifests import Manifest
 from eagle3.params import ServeTestParams
@@ -27,6 +27,7 @@ from eagle3.serve.serve_groups import (
     speed_by_drafts,
     speed_report,
     total_of,
+    with_intervals,
 )
 from eagle3.serve.suite import suite_lines, suite_report
 
@@ -54,8 +55,8 @@ def build_report(measured: Measured, walk: Report, walk_without_loops: Report) -
         "prompts": num_prompts,
         "new_tokens": sum(len(answer.token_ids) for answer in measured.with_draft),
         "num_speculative_tokens": k,
-        "served": _with_interval(measured.counted, per_prompt),
-        "served_without_loops": _with_interval(None, measured.without_loops()),
+        "served": {**with_intervals(per_prompt), **measured.counted.as_dict()},
+        "served_without_loops": with_intervals(measured.without_loops()),
         "walk": walk,
         "walk_without_loops": walk_without_loops,
         "against_walk": _against_walk(measured.against_walk()),
@@ -67,11 +68,6 @@ def build_report(measured: Measured, walk: Report, walk_without_loops: Report) -
         "speed": speed_report(measured.with_draft, measured.without_draft, measured.order),
         "speed_by_drafts": speed_by_drafts(measured),
     }
-
-
-def _with_interval(total: Acceptance | None, per_prompt: Sequence[Acceptance]) -> Report:
-    low, high = bootstrap_interval(per_prompt)
-    return {**(total or total_of(per_prompt)).as_dict(), "interval_95": [round(low, 6), round(high, 6)]}
 
 
 def _against_walk(pairs: Sequence[tuple[Acceptance, Acceptance]]) -> Report:
@@ -86,13 +82,14 @@ def _against_walk(pairs: Sequence[tuple[Acceptance, Acceptance]]) -> Report:
     }
 
 
-def _greedy(judgements: Sequence[Judgement], num_prompts: int) -> Report:
+def _greedy(judgements: Sequence[Judgement], num_answers: int) -> Report:
     ties = sum(judgement.is_tie for judgement in judgements)
     return {
-        "equal": num_prompts - len(judgements),
+        "answers": num_answers,
+        "equal": num_answers - len(judgements),
         "ties": ties,
         "faults": len(judgements) - ties,
-        "tie_fraction": round(ties / num_prompts, 6),
+        "tie_fraction": round(ties / num_answers, 6),
         "differences": [judgement.as_dict() for judgement in judgements],
     }
 
@@ -184,12 +181,14 @@ def require_gates(report: Report, params: ServeTestParams, keep: Path) -> Report
 
 
 def acceptance_csv(report: Report) -> str:
-    """reports/acceptance.csv: position, served, walk; one row per drafted position."""
+    """reports/acceptance.csv: the rate at each drafted position, served (with its 95% interval) and walked."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["position", "served", "walk"])
-    rates = zip(report["served"]["rate_per_position"], report["walk"]["rate_per_position"], strict=True)
-    writer.writerows([position, served, walk] for position, (served, walk) in enumerate(rates))
+    writer.writerow(["position", "served", "served_low", "served_high", "walk"])
+    served, walked_rates = report["served"], report["walk"]["rate_per_position"]
+    intervals = served["rate_interval_95_per_position"] or [(None, None)] * len(walked_rates)
+    rows = zip(served["rate_per_position"], intervals, walked_rates, strict=True)
+    writer.writerows([position, rate, *interval, walk] for position, (rate, interval, walk) in enumerate(rows))
     return text.getvalue()
 
 
@@ -224,7 +223,6 @@ def report_lines(report: Report) -> str:
 
 def acceptance_line(acceptance: Report) -> str:
     """`1.830 (95%: 1.762 to 1.901), 3420 rounds, at position 0.457 0.239 0.136`."""
-    interval = acceptance.get("interval_95")
-    between = f" (95%: {interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
     rates = " ".join(f"{rate:.3f}" for rate in acceptance["rate_per_position"])
+    between = spread(acceptance.get("interval_95"))
     return f"{acceptance['acceptance_length']:.3f}{between}, {acceptance['rounds']} rounds, at position {rates}"

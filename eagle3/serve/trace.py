@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3.acceptance import spread
 from eagle3.dvc_records import folder_md5
 from eagle3.formats.json_files import printable, read_json_object, spelled
 from eagle3.git_answers import git
@@ -115,11 +116,11 @@ def _origin(made: Json) -> Iterator[Row]:
 
 def _measured(made: Json) -> Iterator[Row]:
     metrics = made["metrics"]
-    low, high = metrics["served"]["interval_95"]
-    length = float(metrics["served"]["acceptance_length"])
+    served = metrics["served"]
+    length = f"{float(served['acceptance_length']):.3f}{spread(served['interval_95'])}"
     yield (
         "acceptance length",
-        f"{length:.3f} (95%: {low:.3f} to {high:.3f}), {metrics['num_speculative_tokens']} drafted",
+        f"{length}, {metrics['num_speculative_tokens']} drafted",
     )
     yield "predicted by walk", f"{float(metrics['walk']['acceptance_length']):.3f}"
     yield "speed-up", f"{float(metrics['speed']['speed_up']):.2f} times, where it was measured"
