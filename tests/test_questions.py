@@ -50,6 +50,8 @@ def test_no_names_and_no_files_are_no_questions(folder):
         ({"turns": []}, "no list `turns`"),
         ({"turns": ["Why?", " "]}, "a turn that is no text"),
         ({"turns": [3]}, "a turn that is no text"),
+        (b'{"turns": ["half a \\ud83d"]}', "a turn with a lone surrogate"),
+        (b"[" * 100_000, "no JSON"),
         ({"turns": ["Why?"], "category": 3}, "`category` or `question_id`"),
         ({"turns": ["Why?"], "question_id": 81}, "a second question q.jsonl:81"),
     ],
@@ -61,6 +63,31 @@ def test_a_faulty_line_is_named_and_none_is_dropped(folder, row, found):
     [problem] = caught.value.problems
     assert problem.where.endswith("q.jsonl:2")
     assert problem.found.startswith(found)
+
+
+def test_a_file_of_another_form_is_said_in_a_few_problems(folder):
+    write(folder, *[{"prompt": "Why?"}] * 1000)
+    with pytest.raises(InvalidInput) as caught:
+        read_questions(["q.jsonl"], folder)
+    assert [problem.where.rpartition("/")[2] for problem in caught.value.problems] == [
+        *(f"q.jsonl:{line}" for line in range(1, 6)),
+        "995 more",
+    ]
+
+
+def test_a_file_without_a_question_is_refused(folder):
+    write(folder, MT_BENCH)
+    write(folder, b"", b" ", name="r.jsonl")
+    with pytest.raises(InvalidInput, match=r"r.jsonl:1\n  found: +no question in the file"):
+        read_questions(["q.jsonl", "r.jsonl"], folder)
+
+
+def test_a_file_that_is_named_twice_is_said_once(folder):
+    write(folder, MT_BENCH, {"turns": ["Why?"]})
+    with pytest.raises(InvalidInput) as caught:
+        read_questions(["q.jsonl", "q.jsonl"], folder)
+    [problem] = caught.value.problems
+    assert (problem.where, problem.found) == ("serve_test.questions", "q.jsonl twice")
 
 
 def test_a_file_that_is_absent_unnamed_or_untracked_is_refused(folder):

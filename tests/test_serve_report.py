@@ -13,7 +13,7 @@ from eagle3.params import ServeTestParams
 from eagle3.problems import InvalidInput
 from eagle3.serve.greedy_ties import Judgement
 from eagle3.serve.measuring import Measured
-from eagle3.serve.serve_report import acceptance_csv, build_report, gates, report_lines, require_gates, walked
+from eagle3.serve.serve_report import acceptance_csv, build_report, gates, report_lines, require_gates, require_reachable, walked
 from eagle3.serve.serving import Answer, Prompt
 
 # Two prompts; k = 2. The second answer repeats itself, and the server counted two drafts past its end.
@@ -116,6 +116,13 @@ def test_a_missed_gate_names_its_parameter_its_value_and_a_remedy(tmp_path, caps
     printed = capsys.readouterr().out
     assert "acceptance length     2.286" in printed
     assert str(tmp_path / "kept.json") in printed
+
+
+def test_a_length_that_no_draft_can_have_is_said_beforehand():
+    require_reachable(BOUNDS)
+    with pytest.raises(InvalidInput, match="unreachable-gate") as caught:
+        require_reachable(replace(BOUNDS, min_acceptance_length=3.1))
+    assert caught.value.problems[0].expected == "at most 3: 2 drafted tokens and the verifier's own"
 
 
 def test_with_all_gates_passed_the_report_carries_them(tmp_path):

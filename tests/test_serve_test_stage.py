@@ -245,3 +245,38 @@ def test_the_plot_has_one_row_a_position(released, repository):
     lines = (repository / "reports/acceptance.csv").read_text().splitlines()
     assert lines[0] == "position,served,served_low,served_high,walk"
     assert [line.split(",")[0] for line in lines[1:]] == ["0", "1", "2"]
+
+
+def changed(folder: Path, **values: object) -> str:
+    """Set values of serve_test; the file's text before."""
+    yaml, path = YAML(), folder / "params.yaml"
+    text = path.read_text()
+    params = yaml.load(text)
+    params["serve_test"].update({"suite": "greedy", "sweep": [], **values})
+    yaml.dump(params, path)
+    return text
+
+
+def tree(*folders: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.engine
+def test_a_missed_gate_fails_with_its_numbers_and_leaves_the_last_release_as_it_is(released, repository):
+    before = changed(repository, min_acceptance_length=1.9, min_position_0_rate=0.9)
+    made = tree(repository / "data/release", repository / "reports")
+    done = serve_test(repository)
+    (repository / "params.yaml").write_text(before)
+    assert done.returncode == 1
+    assert done.stderr.count("ERROR gate-missed: serve_test.min_acceptance_length") == 2
+    assert "found:       acceptance_length = 1.3" in done.stderr
+    assert "expected:    at least 1.9" in done.stderr
+    assert "ERROR gate-missed: serve_test.min_position_0_rate" in done.stderr
+    assert "Traceback" not in done.stderr
+    # every number is printed and kept, the passed ones too
+    kept = Path(done.stdout.partition("every number measured: ")[2].splitlines()[0])
+    report = json.loads((repository / kept).read_text())
+    assert report["gates"]["gap_to_walk"]["passed"]
+    assert not report["gates"]["acceptance_length"]["passed"]
+    assert "acceptance length     1.3" in done.stdout
+    assert tree(repository / "data/release", repository / "reports") == made

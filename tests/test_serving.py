@@ -14,9 +14,17 @@ from eagle3.machine import DEFAULT
 from eagle3.problems import InvalidInput
 from eagle3.serve.serving import Answer, Client, Prompt, ask_in_turns, parse_counters, tokens_per_second
 from eagle3.serve.vllm_command import ServerSettings
-from eagle3.serve.vllm_server import vllm_server
+from eagle3.serve.vllm_server import vllm_server, vllm_servers
 from eagle3.verifiers.chat_tokenizer import prompt_ids
-from tests.counting import END, answer_to, counting_draft, counting_verifier, first_step
+from tests.counting import (
+    END,
+    answer_to,
+    counting_draft,
+    counting_verifier,
+    first_step,
+    next_number,
+    reading_draft,
+)
 from tests.tiny import tiny_tokenizer
 
 K = 3
@@ -148,6 +156,49 @@ def test_a_server_killed_in_the_middle_of_an_answer_is_reported_as_dead(client, 
     with pytest.raises(InvalidInput) as caught:
         client.ask(Prompt("half", [1, 60, 61], 200))
     assert (caught.value.problems[0].code, caught.value.problems[0].where) == ("server-died", "prompt half")
+
+
+@pytest.mark.engine
+def test_a_draft_without_its_embedding_is_served_with_the_verifiers(tmp_path):
+    """Both drafts propose what the embedding says, so that another one in its place would be seen in every round."""
+    verifier = counting_verifier(tmp_path / "verifier")
+    drafts = [reading_draft(tmp_path / str(own), verifier, embedding=own) for own in (True, False)]
+    settings = [ServerSettings(verifier, 256, DEFAULT, False, draft, K) for draft in drafts]
+    with vllm_servers([(one, one.draft.with_suffix(".log")) for one in settings]) as servers:
+        for last in (5, 80, 160, 301):
+            one, other = (ask(Client(server, K), last, 30) for server in servers)
+            tokens = [1, 60, 61, last, *answer_to(last, 30)]
+            said = [next_number(token) for token in tokens] + [-1] * K
+            expected = walk(right_drafts([said[1 + step :] for step in range(K)], tokens, 4), 4, K)
+            assert one.token_ids == other.token_ids == answer_to(last, 30)
+            assert one.rounds(4) == other.rounds(4) == expected
+            assert last > 255 or acceptance_of(expected, K).length > 2.5
+
+
+@pytest.fixture
+def other_client(tmp_path):
+    verifier = counting_verifier(tmp_path / "verifier")
+    with vllm_server(ServerSettings(verifier, 256, DEFAULT), tmp_path / "server.log") as server:
+        yield Client(server, 0)
+
+
+@pytest.mark.engine
+def test_a_server_killed_under_requests_at_once_is_reported_once(other_client, monkeypatch, capsys):
+    stream, prompts = other_client._stream, [Prompt(str(last), [1, 60, last], 200) for last in range(5, 21)]
+    assert [one.sample_id for one in other_client.ask_at_once(prompts[:3], 8, 0.0)] == ["5", "6", "7"]
+
+    def killing(prompt, temperature):
+        for event in stream(prompt, temperature):
+            yield event
+            if prompt.sample_id == "12":
+                os.killpg(other_client.server.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(other_client, "_stream", killing)
+    with pytest.raises(InvalidInput) as caught:
+        other_client.ask_at_once(prompts, 8, 0.0)
+    [problem] = caught.value.problems
+    assert (problem.code, problem.where) == ("server-died", "8 requests at once")
+    assert capsys.readouterr().err.count("last lines of") == 1
 
 
 @pytest.mark.engine

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.problems import InvalidInput, Problem
+from eagle3.formats.json_files import printable
+from eagle3.problems import InvalidInput, Problem, at_most
 from eagle3.sampling.named_files import file_problems
 
-FOLDER = Path("data/questions")
+FOLDER, WHERE = Path("data/questions"), "serve_test.questions"
+# Lines that are named; a file of another form is wrong in every line.
+MANY = 5
 NO_CATEGORY = "other"
 EXPECTED = '{"turns": ["a question", ...], "category": "text, optional", "question_id": "optional"}'
 
@@ -27,22 +30,25 @@ class Question:
 
 
 def read_questions(names: Sequence[str], folder: Path = FOLDER) -> list[Question]:
-    """Every question of every named file, in order; `InvalidInput` with all faults at once."""
-    where = "serve_test.questions"
-    problems = list(file_problems({name: f"{where}[{i}]" for i, name in enumerate(names)}, folder, where, "`{}`"))
+    """Every question of every named file, in order; `InvalidInput` with the faults of all files at once."""
+    problems = list(file_problems({name: f"{WHERE}[{i}]" for i, name in enumerate(names)}, folder, WHERE, "`{}`"))
+    problems += [_twice(name) for name in sorted(set(names)) if names.count(name) > 1]
     if problems:
         raise InvalidInput(*problems)
     questions: dict[str, Question] = {}
     for name in names:
+        before = len(questions) + len(problems)
         for line, row in _rows(folder / name, problems):
             question = _question(name, line, row)
             if isinstance(question, str) or question.key in questions:
-                found = question if isinstance(question, str) else f"a second question {question.key}"
-                problems.append(_problem(folder / name, line, found))
+                fault = question if isinstance(question, str) else f"a second question {printable(question.key)}"
+                problems.append(_problem(folder / name, line, fault))
             else:
                 questions[question.key] = question
+        if len(questions) + len(problems) == before:
+            problems.append(_problem(folder / name, 1, "no question in the file"))
     if problems:
-        raise InvalidInput(*problems)
+        raise InvalidInput(*at_most(MANY, problems))
     return list(questions.values())
 
 
@@ -52,7 +58,7 @@ def _rows(path: Path, problems: list[Problem]) -> Iterator[tuple[int, Any]]:
         if raw.strip():
             try:
                 yield line, json.loads(raw)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 problems.append(_problem(path, line, f"no JSON: {error}"))
 
 
@@ -62,10 +68,16 @@ def _question(file: str, line: int, row: Any) -> Question | str:
         return "no list `turns`"
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         return "a turn that is no text, or blank"
+    if any("\ud800" <= char <= "\udfff" for turn in row["turns"] for char in turn):
+        return "a turn with a lone surrogate"
     category, key = row.get("category", NO_CATEGORY), row.get("question_id", line)
     if not isinstance(category, str) or not isinstance(key, int | str):
         return "`category` or `question_id` is no text"
     return Question(file, f"{file}:{key}", category, tuple(turns))
+
+
+def _twice(name: str) -> Problem:
+    return Problem("question", WHERE, f"{name} twice", "each file once", "remove one of the two")
 
 
 def _problem(path: Path, line: int, found: str) -> Problem:

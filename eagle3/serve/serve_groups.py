@@ -19,6 +19,7 @@ from eagle3.acceptance import (
     rate_intervals,
     spread,
 )
+from eagle3.formats.json_files import printable
 from eagle3.serve.measuring import Measured
 from eagle3.serve.question_turns import Turn
 from eagle3.serve.serving import Answer, tokens_per_second
@@ -180,7 +181,7 @@ def detail_lines(report: Report) -> list[str]:
     if questions["turns"] or questions["too_long"]:
         lines.append(f"questions             {questions['turns']} turns, {len(questions['too_long'])} too long")
         groups = {**questions["by_file"], **{f"of {name}": row for name, row in questions["by_category"].items()}}
-        lines += [f"  {name:<19} {_question_line(row)}" for name, row in groups.items()]
+        lines += [f"  {printable(name, 40):<19} {_question_line(row)}" for name, row in groups.items()]
     if len(report["speed_by_drafts"]) > 2:
         fastest = max(report["speed_by_drafts"], key=lambda row: row["tokens_per_second"])["num_speculative_tokens"]
         lines += [

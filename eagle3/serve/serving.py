@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,19 +114,30 @@ class Client:
 
     def ask(self, prompt: Prompt, temperature: float = 0.0) -> Answer:
         """Stream the answer to `prompt.input_ids`; `InvalidInput` if the server dies, refuses, or read other ids."""
+        try:
+            return self._answer(prompt, temperature)
+        except (APIError, OSError) as error:
+            raise self.server.failure(f"prompt {prompt.sample_id}", error) from error
+
+    def ask_at_once(self, prompts: Sequence[Prompt], concurrency: int, temperature: float) -> list[Answer]:
+        """Answers in the order of the prompts, `concurrency` requests at a time; one `InvalidInput` if some fail."""
+        try:
+            with ThreadPoolExecutor(concurrency) as pool:
+                return list(pool.map(lambda prompt: self._answer(prompt, temperature), prompts))
+        except (APIError, OSError) as error:
+            raise self.server.failure(f"{concurrency} requests at once", error) from error
+
+    def _answer(self, prompt: Prompt, temperature: float) -> Answer:
         start = time.perf_counter()
         tokens: list[int] = []
         first, echoed, finish, accepted = 0.0, None, "", None
-        try:
-            for event in self._stream(prompt, temperature):
-                for choice in event["choices"]:
-                    echoed = choice.get("prompt_token_ids") or echoed
-                    tokens += choice.get("token_ids") or []
-                    finish = choice["finish_reason"] or finish
-                    first = first or time.perf_counter() - start
-                accepted = _accepted(event) or accepted
-        except (APIError, OSError) as error:
-            raise self.server.failure(f"prompt {prompt.sample_id}", error) from error
+        for event in self._stream(prompt, temperature):
+            for choice in event["choices"]:
+                echoed = choice.get("prompt_token_ids") or echoed
+                tokens += choice.get("token_ids") or []
+                finish = choice["finish_reason"] or finish
+                first = first or time.perf_counter() - start
+            accepted = _accepted(event) or accepted
         seconds = time.perf_counter() - start
         answer = Answer(prompt.sample_id, tokens, accepted or [], finish, seconds, first)
         self._check(prompt, answer, echoed)

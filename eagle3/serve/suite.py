@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -162,8 +161,7 @@ def _streamed(events: Sequence[dict[str, Any]]) -> Reply:
 
 def _load(client: Client, prompts: Sequence[Prompt], concurrency: int, temperature: float) -> Load:
     start = time.perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(lambda prompt: client.ask(prompt, temperature), prompts))
+    answers = client.ask_at_once(prompts, concurrency, temperature)
     return Load(concurrency, temperature, answers, time.perf_counter() - start)
 
 
