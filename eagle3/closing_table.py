@@ -92,9 +92,22 @@ def _served() -> list[str]:
         _row("acceptance length", f"{length}; {free}"),
         _row("  predicted by walk", _prediction(report)),
         _row("acceptance rate", f"{rates} by position, {report['num_speculative_tokens']} tokens drafted a round"),
+        *_questions(report["questions"]),
         _row("greedy answers", equal),
         _row("tokens/s", speeds),
         "",
+    ]
+
+
+def _questions(questions: Json) -> list[str]:
+    """A row for each question file, with what was served on it."""
+    return [
+        _row(
+            f"  on {name}",
+            f"{found['acceptance_length']:.3f}{spread(found['interval_95'])}, {found['turns']} turns; "
+            f"{found['speed_up']:.2f} times as fast",
+        )
+        for name, found in questions["by_file"].items()
     ]
 
 

@@ -19,6 +19,9 @@ REPORT = {
     "served_without_loops": LENGTH,
     "walk": LENGTH,
     "against_walk": {"rounds": 900, "acceptance_length": 1.8344, "walk_acceptance_length": 1.8311},
+    "questions": {
+        "by_file": {"mt_bench.jsonl": {"acceptance_length": 1.5, "interval_95": [1.4, 1.6], "turns": 20, "speed_up": 1.2}}
+    },
     "greedy": {"answers": 75, "equal": 74, "ties": 1, "faults": 0},
     "speed": {
         "tokens_per_second_with_draft": 36.3,
@@ -42,6 +45,7 @@ checkpoints validated 2 (configs: 0 errors, 2 warnings; weights: 0 errors, 2 war
 acceptance length     1.830 (95%: 1.760 to 1.910), 1,000 rounds; 1.830 without loops
   predicted by walk   1.830; over the same 900 rounds 1.831 predicted and 1.834 served
 acceptance rate       0.460 0.240 0.130 by position, 3 tokens drafted a round
+  on mt_bench.jsonl   1.500 (95%: 1.400 to 1.600), 20 turns; 1.20 times as fast
 greedy answers        74 of 75 equal with and without the draft, 1 near-ties
 tokens/s              36.3 with the draft, 25.1 without: 1.45 times (95%: 1.40 to 1.50)
 
