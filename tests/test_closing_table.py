@@ -20,7 +20,9 @@ REPORT = {
     "walk": LENGTH,
     "against_walk": {"rounds": 900, "acceptance_length": 1.8344, "walk_acceptance_length": 1.8311},
     "questions": {
-        "by_file": {"mt_bench.jsonl": {"acceptance_length": 1.5, "interval_95": [1.4, 1.6], "turns": 20, "speed_up": 1.2}}
+        "by_file": {
+            "mt_bench.jsonl": {"acceptance_length": 1.5, "interval_95": [1.4, 1.6], "turns": 20, "speed_up": 1.2}
+        }
     },
     "greedy": {"answers": 75, "equal": 74, "ties": 1, "faults": 0},
     "speed": {

@@ -13,7 +13,15 @@ from eagle3.params import ServeTestParams
 from eagle3.problems import InvalidInput
 from eagle3.serve.greedy_ties import Judgement
 from eagle3.serve.measuring import Measured
-from eagle3.serve.serve_report import acceptance_csv, build_report, gates, report_lines, require_gates, require_reachable, walked
+from eagle3.serve.serve_report import (
+    acceptance_csv,
+    build_report,
+    gates,
+    report_lines,
+    require_gates,
+    require_reachable,
+    walked,
+)
 from eagle3.serve.serving import Answer, Prompt
 
 # Two prompts; k = 2. The second answer repeats itself, and the server counted two drafts past its end.
