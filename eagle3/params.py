@@ -27,6 +27,14 @@ PARAMS_FILE = Path("params.yaml")
 VERSION = r"^\d+(\.\d+)+([.+-]?[A-Za-z0-9.]+)?$"
 JSONL = r"^[^/\\.][^/\\]*\.jsonl$"
 COMMIT = r"^[0-9a-f]{40}$"
+SHA256 = r"^[0-9a-f]{64}$"
+# What a text of each pattern is, for people.
+PATTERN_WORDS = {
+    VERSION: "a version, e.g. 1.2.3, in quotes",
+    JSONL: "the name of a file, NAME.jsonl, without its folder",
+    COMMIT: "a commit: 40 hex digits",
+    SHA256: "a sha256: 64 hex digits",
+}
 # The kinds of sources: what each must say, and what it may say beside that and weight.
 SOURCE_FORMS: tuple[tuple[dict[str, str], set[str]], ...] = (
     ({"package": r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "version": VERSION}, set()),
@@ -107,9 +115,6 @@ def flag(nullable: bool = False) -> Any:
 
 def rule(**metadata: Any) -> Any:
     return field(metadata=metadata)
-
-
-SHA256 = r"^[0-9a-f]{64}$"
 
 
 @dataclass(frozen=True)
@@ -320,7 +325,16 @@ def _cerberus_problems(errors: Any, raw: Any, where: str, prefix: str = "", sche
             elif message == "required field":
                 yield Problem("missing-parameter", path, "absent", "a value", f"add {path} to {where}")
             else:
-                yield Problem("parameter", path, repr(value), str(message), f"correct {path} in {where}")
+                yield Problem(
+                    "parameter", path, repr(value), _expected(message, schema, key), f"correct {path} in {where}"
+                )
+
+
+def _expected(message: str, schema: Any, key: Any) -> str:
+    """cerberus names neither the values it allows nor what its patterns are."""
+    if message.startswith("unallowed value"):
+        return f"one of {', '.join(schema[key]['allowed'])}"
+    return next((words for pattern, words in PATTERN_WORDS.items() if f"'{pattern}'" in message), message)
 
 
 def _hub_source_is_pinned(raw: dict[str, Any], where: str) -> Any:

@@ -82,6 +82,24 @@ def test_a_bad_value_is_named(path, value, code):
     assert (code, path) in problems_of(changed(path, value))
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("serve_test.suite", "fast", "one of greedy, full"),
+        ("train.loss", "kl", "one of kl_div, rkl, jsd, ce, tv, nla, lk_hybrid"),
+        ("serve_test.questions", ["../up.jsonl"], "the name of a file, NAME.jsonl, without its folder"),
+        ("verifier.revision", "main", "a commit: 40 hex digits"),
+        ("verifier.sha256", "ABC", "a sha256: 64 hex digits"),
+        ("engines.vllm", "latest", "a version, e.g. 1.2.3, in quotes"),
+        ("train.epochs", "3", "must be of integer type"),
+    ],
+)
+def test_what_would_be_right_is_said_in_words(path, value, expected):
+    with pytest.raises(InvalidInput) as caught:
+        parse_params(changed(path, value))
+    assert [problem.expected for problem in caught.value.problems] == [expected]
+
+
 def test_a_boolean_is_no_layer_id():
     assert ("parameter", "extract.aux_layer_ids.0") in problems_of(changed("extract.aux_layer_ids", [True]))
 
