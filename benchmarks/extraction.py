@@ -27,7 +27,7 @@ from eagle3.machine import read_machine
 from eagle3.params import read_params
 from eagle3.sampling.samples import Sample
 from eagle3.states.extraction import extract_shards, start_extraction
-from eagle3.states.hidden_states import plan_shards
+from eagle3.states.shard_plan import plan_shards
 from eagle3.states.vllm_engine import generate, prepare_environment, start_engine
 from eagle3.verifiers.verifier import resolve_verifier
 

@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.manifests import Manifest, write_manifest
-from eagle3.states.hidden_states import HiddenStates, ids_as_bytes, plan_shards
+from eagle3.states.hidden_states import HiddenStates
 from eagle3.states.shard_file import ShardFile, write_at
+from eagle3.states.shard_plan import ids_as_bytes, plan_shards
 
 NUM_STATES, HIDDEN_SIZE, BLOCKS = 4, 576, 10  # SmolLM2-135M
 AT_LEAST = 5.0

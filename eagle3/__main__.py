@@ -266,11 +266,11 @@ def plan(given: argparse.Namespace) -> int:
 def estimate(given: argparse.Namespace) -> int:
     from eagle3.params import read_params
     from eagle3.plans.estimate import estimate as estimated
-    from eagle3.plans.estimate import free_disk, machine_memory, need_lines, shortages
+    from eagle3.plans.estimate import machine_memory, need_lines, shortages
     from eagle3.problems import format_problems, has_errors
 
     needs = estimated(read_params(), given.verifier)
-    problems = list(shortages(needs, free_disk(), machine_memory()))
+    problems = list(shortages(needs, machine_memory()))
     print("\n".join([*need_lines(needs), format_problems(problems)]).rstrip())
     return ERRORS if has_errors(problems) else OK
 

@@ -14,9 +14,10 @@ from eagle3.problems import InvalidInput
 from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
-from eagle3.states.hidden_states import plan_shards, store_errors
+from eagle3.states.hidden_states import store_errors
 from eagle3.states.ray_extraction import Job, extract_with_ray
-from eagle3.states.shard_file import check_sizes, clean_scratch, require_space
+from eagle3.states.shard_plan import plan_shards
+from eagle3.states.shard_scratch import check_sizes, clean_scratch, require_space
 from eagle3.states.store_dtypes import FP8
 from eagle3.states.witness import WITNESS, check_parity, first_samples
 from eagle3.verifiers.verifier import require_window, resolve_verifier
@@ -45,8 +46,8 @@ def run(stage: Stage) -> None:
     clean_scratch(home, shards)
     check_sizes(home, shards)
     missing = [shard for shard in shards if not (home / shard.name).exists()]
+    require_space(home, shards, missing)
     if missing:
-        require_space(home, missing)
         # the sample stage's window, so that rope scaling that looks at it is the same; one token more must fit
         window = max(made.params["sample"]["max_model_len"], 1 + max(len(one.input_ids) for one in samples))
         require_window(verifier, window)

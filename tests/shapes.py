@@ -94,6 +94,11 @@ def _still(model: Any) -> None:
         model.get_output_embeddings().weight.mul_(8)
 
 
+# What stands beside text_config and vision_config there; vLLM 0.32.0 reads it where a draft is served.
+OUTER = {
+    **{"media_placeholder_token_id": 0, "use_unified_vision_chunk": True, "ignore_index": -100},
+    "video_placeholder": "<|kimi_k25_video_placeholder|>",
+}
 # Names as transformers 5.19 saves them -> as the model's own files have them and vLLM reads them.
 PUBLISHED = {
     "language_model.model.blocks.": "language_model.model.layers.",
@@ -107,7 +112,7 @@ def _as_published(path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     config = json.loads((path / "config.json").read_text())
-    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config |= {"architectures": ["KimiK25ForConditionalGeneration"], **OUTER}
     (path / "config.json").write_text(json.dumps(config))
     tensors = load_file(path / "model.safetensors")
     for saved, published in PUBLISHED.items():

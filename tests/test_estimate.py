@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from eagle3.__main__ import main
+from eagle3.manifests import Manifest, write_manifest
 from eagle3.params import read_params
 from eagle3.plans.estimate import Need, estimate, shortages
 from eagle3.problems import InvalidInput
+from eagle3.sampling.samples import Sample, write_samples
+from eagle3.stage_guard import ROOM_FOR_THE_RECORD
+from eagle3.states.shard_scratch import LOW_WATER_BYTES
 from tests.code_deps import ROOT
 from tests.test_presets import FLAT, SIZES
 
@@ -40,22 +47,41 @@ def test_hidden_states_of_kimi_are_57344_bytes_a_token(tmp_path, monkeypatch):
     extract = estimate(params, VERIFIERS / "kimi-k2.5.json")[0]
     most = (10_000 + 500 + 128) * 4096
     assert (extract.disk, extract.seconds) == (most * 57_344, None)
-    (tmp_path / "data/samples").mkdir(parents=True)
-    (tmp_path / "data/samples/manifest.json").write_text('{"counts": {"tokens": 1000}}')
+    write_samples_of(tmp_path, tokens=1000)
     (tmp_path / ".dvc/tmp/eagle3").mkdir(parents=True)
     run = {"stage": "extract", "seconds": 10.0, "completed": True, "tokens_per_second": 500.0}
     (tmp_path / ".dvc/tmp/eagle3/runs.jsonl").write_text(json.dumps(run) + "\n")
     extract = estimate(params, VERIFIERS / "kimi-k2.5.json")[0]
-    assert (extract.disk, extract.seconds) == (57_344_000, 2.0)
+    assert "1,000 tokens in data/samples x 57,344 bytes" in extract.how
+    beside = extract.disk - 57_344_000
+    assert 5000 < beside < 6000, "ids, masks, offsets and names come on top"
+    assert (extract.output, extract.seconds) == (extract.disk, 2.0)
     half = replace(params, extract=replace(params.extract, store_dtype="fp8"))
-    assert estimate(half, VERIFIERS / "kimi-k2.5.json")[0].disk == 1000 * 4 * (7168 + 4)
+    assert 0 < estimate(half, VERIFIERS / "kimi-k2.5.json")[0].disk - 1000 * 4 * (7168 + 4) - beside < 300
 
 
-def test_too_little_disk_is_an_error_and_too_little_memory_a_warning():
-    needs = [Need("extract", 1000, 0, None, ""), Need("train", 100, 500, None, "")]
-    assert not list(shortages(needs, free=1211, memory=500))
-    found = [(problem.code, problem.severity) for problem in shortages(needs, free=1209, memory=499)]
-    assert found == [("no-space", "error"), ("no-memory", "warning")]
+def write_samples_of(folder: Path, tokens: int) -> None:
+    ids = list(range(tokens))
+    one = Sample("a", "a", 0, "train", ids, [index > 0 for index in ids], "stop")
+    write_samples(folder / "data/samples", [one])
+    write_manifest(folder / "data/samples", Manifest("sample", verifier={"sha256": "0" * 64}))
+
+
+def test_too_little_disk_is_an_error_and_too_little_memory_a_warning(tmp_path, monkeypatch):
+    """extract leaves a low-water mark, train none; all bytes are counted on the one disk."""
+    monkeypatch.chdir(tmp_path)
+    needs = [Need("extract", 1000, 0, None, "", 1000), Need("train", 1 << 31, 500, None, "", 1 << 31)]
+
+    def found(free: int, memory: int) -> list[tuple[str, str]]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        return [(problem.severity, problem.found) for problem in shortages(needs, memory)]
+
+    enough = 1000 + (1 << 31) + ROOM_FOR_THE_RECORD
+    assert not found(enough, 500)
+    [(disk, said), (memory, _)] = found(enough - 1, 499)
+    assert (disk, memory) == ("error", "warning")
+    assert said == f"{enough - 1001:,} bytes free once extract has run"
+    assert [said for _, said in found(1000 + LOW_WATER_BYTES - 1, 500)] == ["1.07 GB free"]
 
 
 def test_the_command_says_both_and_fails_where_it_cannot_fit(tmp_path, monkeypatch, capsys):

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
-import time
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,20 +17,11 @@ from eagle3.formats.safetensors_headers import read_header
 from eagle3.manifests import Manifest, write_manifest
 from eagle3.problems import InvalidInput
 from eagle3.states.fp8 import dequantise, quantise
-from eagle3.states.hidden_states import HiddenStates, ids_as_bytes, plan_shards, store_errors
-from eagle3.states.shard_file import (
-    LOW_WATER_BYTES,
-    ShardFile,
-    check_sizes,
-    clean_scratch,
-    require_room,
-    require_space,
-    state_faults,
-    write_at,
-)
+from eagle3.states.hidden_states import HiddenStates, store_errors
+from eagle3.states.shard_file import ShardFile, state_faults, write_at
+from eagle3.states.shard_plan import ids_as_bytes, plan_shards
 
 ORIGIN = {"verifier": "a" * 64, "layer_ids": [1, 3, 6], "vllm": "0.32.0"}
-EIGHT_DAYS = 8 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -199,53 +187,6 @@ def test_a_shard_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt), ShardFile(tmp_path / shard.name, shard):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-
-
-def test_leftovers_of_a_killed_run_are_removed_and_a_shard_in_work_is_not(tmp_path):
-    ((one,), (other,)) = plan(A), plan(B)
-    leftover = tmp_path / f".{other.name}.partial-0123"
-    leftover.write_bytes(b"")
-    with ShardFile(tmp_path / one.name, one) as file:
-        clean_scratch(tmp_path, [])
-        assert file.path.exists()
-    assert not leftover.exists()
-    assert (tmp_path / one.name).exists()
-
-
-def test_shards_of_other_inputs_are_removed_after_a_week(tmp_path):
-    ((current,), (old,), (new,)) = plan(A), plan(B), plan(C)
-    for shard in (current, old, new):
-        fill(tmp_path, shard)
-    for shard in (current, old):
-        os.utime(tmp_path / shard.name, (0, time.time() - EIGHT_DAYS))
-    clean_scratch(tmp_path, [current])
-    assert {path.name for path in tmp_path.iterdir()} == {current.name, new.name}
-
-
-def test_a_shard_of_another_length_is_refused(tmp_path):
-    (shard,) = plan(A)
-    fill(tmp_path, shard)
-    os.truncate(tmp_path / shard.name, 100)
-    with pytest.raises(InvalidInput, match=r"found: +100 bytes"):
-        check_sizes(tmp_path, [shard])
-
-
-def test_a_disk_too_small_is_refused_with_the_sum(tmp_path):
-    shard = replace(plan(A)[0], hidden_size=10**14)
-    with pytest.raises(InvalidInput, match=r"1800000\.00 GB: 3 tokens of 600000000000000 bytes"):
-        require_space(tmp_path, [shard])
-
-
-def test_the_next_shard_is_not_begun_where_it_would_fill_the_disk(tmp_path, monkeypatch):
-    (shard,) = plan(A)
-    for spare, refused in ((0, False), (-1, True)):
-        free = LOW_WATER_BYTES + shard.num_bytes + spare
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        if refused:
-            with pytest.raises(InvalidInput, match="low-water"):
-                require_room(tmp_path, shard)
-        else:
-            require_room(tmp_path, shard)
 
 
 @pytest.mark.parametrize(

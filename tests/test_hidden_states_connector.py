@@ -20,8 +20,10 @@ from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import DEFAULT
 from eagle3.problems import InvalidInput
 from eagle3.states.extraction import extract_shards, extracted
-from eagle3.states.hidden_states import Shard, map_shard, plan_shards
-from eagle3.states.shard_file import LOW_WATER_BYTES, ShardFile, require_space
+from eagle3.states.hidden_states import map_shard
+from eagle3.states.shard_file import ShardFile
+from eagle3.states.shard_plan import Shard, plan_shards
+from eagle3.states.shard_scratch import LOW_WATER_BYTES, require_space
 from eagle3.states.vllm_engine import prepare_environment, start_engine, stop_engine
 from tests.test_disk_full import PAGE, mounts
 from tests.tiny import tiny_verifier
@@ -196,18 +198,18 @@ def test_extraction_stops_at_the_low_water_mark_and_goes_on_when_there_is_room(e
     clean.mkdir()
     extract_shards(engine, shards, clean, LAYER_IDS, ())
     with small_disk(tmp_path / "small", LOW_WATER_BYTES + size) as disk:
-        require_space(disk, shards)
+        require_space(disk, shards, shards)
         ballast = disk / "of another program"
         ballast.write_bytes(bytes(size - sum(shard.num_bytes for shard in shards) + 1))
         with pytest.raises(InvalidInput, match=r"no-space"):
-            require_space(disk, shards)
+            require_space(disk, shards, shards)
         with pytest.raises(InvalidInput, match="low-water"):
             extract_shards(engine, shards, disk, LAYER_IDS, ())
         ballast.unlink()
         made = {path.name for path in disk.iterdir()}
         assert {shards[0].name} <= made < {shard.name for shard in shards}
         missing = [shard for shard in shards if shard.name not in made]
-        require_space(disk, missing)
+        require_space(disk, shards, missing)
         extract_shards(engine, missing, disk, LAYER_IDS, ())
         assert {path.name: path.read_bytes() for path in disk.iterdir()} == {
             path.name: path.read_bytes() for path in clean.iterdir()

@@ -11,7 +11,7 @@ from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import DEFAULT
 from eagle3.params import VerifierParams
 from eagle3.states.extraction import extract_shards, start_extraction
-from eagle3.states.hidden_states import plan_shards
+from eagle3.states.shard_plan import plan_shards
 from eagle3.states.vllm_engine import stop_engine
 from eagle3.states.witness import check_parity, first_samples
 from eagle3.verifiers.verifier import resolve_verifier

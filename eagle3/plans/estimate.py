@@ -1,11 +1,11 @@
 """`eagle3 estimate`: disk, memory and time that the long stages need, against what this machine has.
 
-Sizes are arithmetic on params.yaml and the verifier's config; times come from the last runs here. Nothing is loaded.
+Sizes are arithmetic on params.yaml and the verifier's config; times come from the last runs here. No weight is loaded.
+Once data/samples is there, its shards are planned as the stage extract plans them, and judged by the same function.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,9 +18,13 @@ from eagle3.checks.expected_tensors import expected_parameters
 from eagle3.closing_table import clock, last_runs
 from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.formats.json_files import printable, read_json_object
+from eagle3.layer_ids import stored_layer_ids
+from eagle3.manifests import read_manifest
 from eagle3.params import Params
 from eagle3.problems import Problem, invalid
-from eagle3.stage_guard import scratch_home
+from eagle3.stage_guard import ROOM_FOR_THE_RECORD, scratch_home
+from eagle3.states.shard_plan import Shard, plan_shards
+from eagle3.states.shard_scratch import bytes_to_clean, space_problems, writings
 from eagle3.states.store_dtypes import bytes_per_token
 from eagle3.verifiers.verifier_config import parse_verifier_config
 
@@ -30,43 +34,67 @@ BYTES_PER_TRAINED_WEIGHT = 4 * FLOAT32
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 # Where a finished stage, or the user, has put the verifier's config.
 CONFIGS = (Path("data/configs/verifier.json"), Path("data/checkpoints/verifier_config.json"))
+SAMPLES = Path("data/samples")
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one stage needs: bytes it writes, bytes of memory (0 = not estimated), seconds (None = never run here)."""
+    """What one stage needs: bytes it writes, bytes of memory (0 = not estimated), seconds (None = never run here).
+
+    output: bytes of all it puts into data/, of which `disk` are not there yet. freed: bytes it deletes first.
+    """
 
     stage: str
     disk: int
     memory: int
     seconds: float | None
     how: str
+    output: int
+    freed: int = 0
 
 
 def estimate(params: Params, verifier: Path | None) -> list[Need]:
     """The needs of extract and train; `InvalidInput` where the verifier's config cannot be found."""
     config = _verifier_config(params, verifier)
-    tokens, known = _tokens(params)
-    ids = params.extract.aux_layer_ids
-    per_token = bytes_per_token(params.extract.store_dtype, len(ids) + 1, config["hidden_size"])
     rates = last_runs(scratch_home() / "runs.jsonl")
-    counted = "in data/samples" if known else "at most"
-    numbers = f"{config['hidden_size']} {params.extract.store_dtype} numbers"
-    how = f"{tokens:,} tokens {counted} x {per_token:,} bytes: {len(ids) + 1} states of {numbers}"
+    tokens, extract = _extract_need(params, config, rates.get("extract"))
     trained, frozen = _draft_weights(params, config)
-    passes = tokens * params.train.epochs
     checkpoints = params.train.epochs * params.train.checkpoints_per_epoch
-    return [
-        Need("extract", tokens * per_token, 0, _seconds(tokens, rates.get("extract")), how),
-        Need(
-            "train",
-            (frozen + trained * checkpoints) * BF16,
-            trained * BYTES_PER_TRAINED_WEIGHT + (frozen + config["vocab_size"] * config["hidden_size"]) * FLOAT32,
-            _seconds(passes, rates.get("train")),
-            f"{trained:,} trained and {frozen:,} frozen weights, {checkpoints} checkpoints; activations come on top",
-        ),
-    ]
+    disk = (frozen + trained * checkpoints) * BF16
+    memory = trained * BYTES_PER_TRAINED_WEIGHT + (frozen + config["vocab_size"] * config["hidden_size"]) * FLOAT32
+    seconds = _seconds(tokens * params.train.epochs, rates.get("train"))
+    how = f"{trained:,} trained and {frozen:,} frozen weights, {checkpoints} checkpoints; activations come on top"
+    return [extract, Need("train", disk, memory, seconds, how, disk)]
+
+
+def _extract_need(params: Params, config: Json, last_run: Json | None) -> tuple[int, Need]:
+    """(tokens of all samples, need): of the shards that data/samples gives, else the most that the budgets allow."""
+    ids, dtype = params.extract.aux_layer_ids, params.extract.store_dtype
+    per_token = bytes_per_token(dtype, len(ids) + 1, config["hidden_size"])
+    states = f"{per_token:,} bytes: {len(ids) + 1} states of {config['hidden_size']} {dtype} numbers"
+    if not (SAMPLES / "manifest.json").is_file():
+        sample = params.sample
+        most = (sample.max_train + sample.max_val + sample.max_eval) * sample.max_model_len
+        how = f"{most:,} tokens at most x {states}"
+        return most, Need("extract", most * per_token, 0, _seconds(most, last_run), how, most * per_token)
+    shards, home = _planned(params, config), scratch_home() / "extract"
+    missing = [shard for shard in shards if not (home / shard.name).exists()]
+    tokens, new = (sum(shard.num_tokens for shard in each) for each in (shards, missing))
+    how = f"{tokens:,} tokens in data/samples x {states}; {len(shards) - len(missing)} of {len(shards)} shards are made"
+    disk, output = (sum(shard.num_bytes for shard in each) for each in (missing, shards))
+    return tokens, Need("extract", disk, 0, _seconds(new, last_run), how, output, bytes_to_clean(home, shards))
+
+
+def _planned(params: Params, config: Json) -> list[Shard]:
+    """The shards as the stage will plan them, with the verifier that the samples name."""
+    from eagle3.sampling.samples import read_samples
+
+    made, extract = read_manifest(SAMPLES, "sample"), params.extract
+    layer_ids = stored_layer_ids(extract.aux_layer_ids, config["num_hidden_layers"])
+    origin = {"verifier": made.verifier["sha256"], "layer_ids": layer_ids, "vllm": params.engines.vllm}
+    sizes = len(layer_ids), config["hidden_size"]
+    return plan_shards(read_samples(SAMPLES), origin, extract.samples_per_shard, *sizes, extract.store_dtype)
 
 
 def _verifier_config(params: Params, given: Path | None) -> Json:
@@ -84,20 +112,10 @@ def _verifier_config(params: Params, given: Path | None) -> Json:
     raw = read_json_object(path).value
     parse_verifier_config(raw)
     config: Json = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
-    if missing := [name for name in ("hidden_size", "vocab_size") if name not in config]:
+    if missing := [name for name in ("hidden_size", "vocab_size", "num_hidden_layers") if name not in config]:
         found, fix = f"no {' and no '.join(missing)}", "eagle3 estimate --verifier DIR"
         raise invalid("verifier-config", printable(str(path)), found, "the verifier's sizes", fix)
     return config
-
-
-def _tokens(params: Params) -> tuple[int, bool]:
-    """The tokens of data/samples, else the most that the budgets allow."""
-    try:
-        counts = json.loads(Path("data/samples/manifest.json").read_text(encoding="utf-8"))["counts"]
-        return int(counts["tokens"]), True
-    except (OSError, ValueError, KeyError, TypeError):
-        sample = params.sample
-        return (sample.max_train + sample.max_val + sample.max_eval) * sample.max_model_len, False
 
 
 def _draft_weights(params: Params, config: Json) -> tuple[int, int]:
@@ -126,18 +144,26 @@ def _seconds(tokens: int, run: Json | None) -> float | None:
     return tokens / rate if isinstance(rate, (int, float)) and rate > 0 else None
 
 
-def shortages(needs: list[Need], free: int, memory: int) -> Iterator[Problem]:
-    """What this machine has too little of; free and memory in bytes."""
-    disk = sum(need.disk for need in needs)
-    if disk * 1.1 > free:
-        yield Problem(
-            "no-space",
-            str(Path.cwd()),
-            f"{free:,} bytes free",
-            f"{int(disk * 1.1):,} bytes: the outputs and a tenth more",
-            "make room (dvc gc -w -a -T --all-experiments), lower sample.max_train, or work on another disk",
-            "a full disk fails the stage, and DVC 3.67 can then cut dvc.lock to nothing (eagle3 doctor tells)",
-        )
+def shortages(needs: list[Need], memory: int) -> Iterator[Problem]:
+    """What this machine has too little of: where extract will refuse to start, by its own judgement, and what train
+    would not find. memory in bytes.
+    """
+    extract, train = needs
+    home = scratch_home()
+    refused = list(space_problems(home / "extract", extract.disk, extract.output, extract.how, extract.freed))
+    yield from refused
+    before = {writing.disk: writing.num_bytes for writing in writings(home / "extract", extract.disk, extract.output)}
+    for writing in [] if refused else writings(home / "train", train.disk, train.output):
+        free = shutil.disk_usage(writing.where).free - before.get(writing.disk, 0)
+        if writing.num_bytes + ROOM_FOR_THE_RECORD > free:
+            yield Problem(
+                "no-space",
+                str(writing.where),
+                f"{free:,} bytes free once extract has run",
+                f"{writing.num_bytes:,} bytes of checkpoints",
+                "make room (dvc gc -w -a -T --all-experiments), or lower train.epochs or train.checkpoints_per_epoch",
+                "a full disk fails the stage, and DVC 3.67 can then cut dvc.lock to nothing (eagle3 doctor tells)",
+            )
     for need in needs:
         if need.memory > memory:
             yield Problem(

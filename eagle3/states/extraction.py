@@ -22,8 +22,10 @@ from eagle3.layer_ids import aux_layer_id_problems
 from eagle3.machine import Machine
 from eagle3.manifests import Manifest
 from eagle3.problems import InvalidInput, Problem, invalid
-from eagle3.states.hidden_states import Shard, map_shard, read_states
-from eagle3.states.shard_file import ShardFile, require_room, state_faults
+from eagle3.states.hidden_states import map_shard, read_states
+from eagle3.states.shard_file import ShardFile, state_faults
+from eagle3.states.shard_plan import Shard
+from eagle3.states.shard_scratch import require_room
 from eagle3.states.vllm_engine import engine_errors, prepare_environment, start_engine
 from eagle3.verifiers.verifier import Verifier
 

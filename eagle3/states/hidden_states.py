@@ -13,155 +13,26 @@ file, `shard-<first 16 hex digits of its key>.safetensors`:
     hidden_states  fp8    [N, A + 1, H]
     __metadata__   sample_ids, splits, num_prompt: JSON lists of length n
 
-The key is the sha256 of everything that the content depends on, and boundaries between shards are a function of the
-sample ids alone: adding samples changes only the shards they fall in, and no shard can stand for other inputs.
+`eagle3.states.shard_plan` says where shards end and what their keys are.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from eagle3.formats.safetensors_headers import num_bytes, read_header, write_header
+from eagle3.formats.safetensors_headers import read_header
 from eagle3.manifests import read_manifest
 from eagle3.problems import InvalidInput, Problem
 from eagle3.states.fp8 import dequantise, relative_errors
-from eagle3.states.store_dtypes import BFLOAT16, FP8, STORE_DTYPES, bytes_per_token
-
-FORMAT = 1
-
-
-class StoredSample(Protocol):
-    """What a shard keeps of a sample (`eagle3.sampling.samples.Sample` has it)."""
-
-    @property
-    def sample_id(self) -> str: ...
-    @property
-    def split(self) -> str: ...
-    @property
-    def num_prompt(self) -> int: ...
-    @property
-    def input_ids(self) -> Sequence[int]: ...
-    @property
-    def loss_mask(self) -> Sequence[bool]: ...
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One shard to be: its samples in order, and the sizes that fix its layout. num_states = A + 1."""
-
-    key: str
-    samples: tuple[StoredSample, ...]
-    num_states: int
-    hidden_size: int
-    store_dtype: str = BFLOAT16
-
-    @property
-    def name(self) -> str:
-        return f"shard-{self.key[:16]}.safetensors"
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        return [0, *accumulate(len(sample.input_ids) for sample in self.samples)]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.offsets[-1]
-
-    @cached_property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name -> (dtype, shape) in file order; the widest types first, so that each tensor is aligned."""
-        num_tokens, num_samples, num_states = self.num_tokens, len(self.samples), self.num_states
-        scales = {"scales": ("F32", (num_tokens, num_states)), "squares": ("F32", (num_samples, num_states, 2))}
-        return {
-            "offsets": ("I64", (num_samples + 1,)),
-            "input_ids": ("I32", (num_tokens,)),
-            **(scales if self.store_dtype == FP8 else {}),
-            "hidden_states": (STORE_DTYPES[self.store_dtype], (num_tokens, num_states, self.hidden_size)),
-            "loss_mask": ("BOOL", (num_tokens,)),
-        }
-
-    @cached_property
-    def header(self) -> bytes:
-        samples = self.samples
-        metadata = {
-            "num_prompt": json.dumps([sample.num_prompt for sample in samples]),
-            "sample_ids": json.dumps([sample.sample_id for sample in samples]),
-            "splits": json.dumps([sample.split for sample in samples]),
-        }
-        return write_header(self.tensors, metadata)
-
-    @cached_property
-    def begins(self) -> dict[str, int]:
-        """The byte position of each tensor in the file, and of its end as `""`."""
-        ends = accumulate((num_bytes(*tensor) for tensor in self.tensors.values()), initial=len(self.header))
-        return dict(zip([*self.tensors, ""], ends, strict=True))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.begins[""]
-
-    @property
-    def bytes_per_token(self) -> int:
-        return bytes_per_token(self.store_dtype, self.num_states, self.hidden_size)
-
-
-def plan_shards(
-    samples: Sequence[StoredSample],
-    origin: dict[str, Any],
-    samples_per_shard: int,
-    num_states: int,
-    hidden_size: int,
-    store_dtype: str = BFLOAT16,
-) -> list[Shard]:
-    """The shards of `samples` (sorted by id), about `samples_per_shard` samples each.
-
-    origin: all else that the states depend on, as JSON: verifier, layer ids, engine version. A shard ends after each
-    sample whose hashed id is divisible by `samples_per_shard`.
-    """
-    assert all(a.sample_id < b.sample_id for a, b in pairwise(samples)), "sorted, distinct ids"
-    shards, rows = [], []
-    for index, sample in enumerate(samples):
-        rows.append(sample)
-        if index == len(samples) - 1 or _ends_shard(sample.sample_id, samples_per_shard):
-            key = shard_key(rows, origin, store_dtype)
-            shards.append(Shard(key, tuple(rows), num_states, hidden_size, store_dtype))
-            rows = []
-    return shards
-
-
-def _ends_shard(sample_id: str, samples_per_shard: int) -> bool:
-    return int.from_bytes(hashlib.sha256(sample_id.encode()).digest()[:8]) % samples_per_shard == 0
-
-
-def shard_key(samples: Sequence[StoredSample], origin: dict[str, Any], store_dtype: str) -> str:
-    """sha256 over format, dtype, origin and every stored field of every sample."""
-    head = {"format": FORMAT, "dtype": store_dtype, "origin": origin, "num_samples": len(samples)}
-    digest = hashlib.sha256(_line(head))
-    for sample in samples:
-        digest.update(_line([sample.sample_id, sample.split, sample.num_prompt, len(sample.input_ids)]))
-        digest.update(ids_as_bytes(sample.input_ids))
-        digest.update(bytes(sample.loss_mask))
-    return digest.hexdigest()
-
-
-def _line(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode() + b"\n"
-
-
-def ids_as_bytes(ids: Sequence[int]) -> bytes:
-    """Token ids as they lie in a shard: int32, little-endian like the x86-64 machines that extract."""
-    return array("i", ids).tobytes()
+from eagle3.states.shard_plan import Shard
 
 
 def map_shard(path: Path) -> dict[str, torch.Tensor]:

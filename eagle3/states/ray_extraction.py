@@ -27,8 +27,8 @@ from eagle3.machine import Machine, cores_by_rank, executor_problems
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.stage_guard import descendants
 from eagle3.states.extraction import Extracted, extract_shards, start_extraction
-from eagle3.states.hidden_states import Shard
-from eagle3.states.shard_file import remove_leftovers
+from eagle3.states.shard_plan import Shard
+from eagle3.states.shard_scratch import remove_leftovers
 from eagle3.verifiers.verifier import Verifier
 
 ATTEMPTS = 3

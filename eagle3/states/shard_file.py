@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
-import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +15,10 @@ import torch
 
 from eagle3.file_faults import naming
 from eagle3.formats.safetensors_headers import num_bytes
-from eagle3.problems import InvalidInput, Problem, invalid
-from eagle3.states.hidden_states import Shard, ids_as_bytes
+from eagle3.states.shard_plan import Shard, ids_as_bytes
 
 UNWRITTEN = b"\xff" * 4
 MAX_WRITE = 1 << 30
-LOW_WATER_BYTES = 1 << 30
-KEPT_SECONDS = 7 * 24 * 3600
 
 
 class ShardFile:
@@ -101,63 +96,7 @@ def _create_locked(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return fd
-        os.close(fd)  # `clean_scratch` of another run came between the two calls
-
-
-def clean_scratch(folder: Path, current: Sequence[Shard]) -> None:
-    """Delete half-written shards of runs that were killed, and whole ones of other inputs made over a week ago."""
-    remove_leftovers(folder)
-    kept = {shard.name for shard in current}
-    for path in folder.glob("shard-*.safetensors"):
-        if path.name not in kept and path.stat().st_mtime < time.time() - KEPT_SECONDS:
-            path.unlink(missing_ok=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete half-written shards whose writer is gone."""
-    for path in folder.glob(".shard-*.partial-*"):
-        _unlink_unlocked(path)
-
-
-def _unlink_unlocked(path: Path) -> None:
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-    except (BlockingIOError, FileNotFoundError):
-        return  # another run is writing it, or has just finished it
-
-
-def require_space(folder: Path, shards: Sequence[Shard]) -> None:
-    """`InvalidInput` with the sum where the shards still to be made would take the disk under the low-water mark."""
-    needed, free = sum(shard.num_bytes for shard in shards), shutil.disk_usage(folder).free
-    if needed + LOW_WATER_BYTES > free:
-        num_tokens, per_token = sum(shard.num_tokens for shard in shards), shards[0].bytes_per_token
-        raise invalid(
-            "no-space",
-            str(folder),
-            f"{free / 1e9:.2f} GB free",
-            f"{needed / 1e9:.2f} GB: {num_tokens} tokens of {per_token} bytes ({shards[0].num_states} states of "
-            f"{shards[0].hidden_size} {shards[0].store_dtype} numbers each), and {LOW_WATER_BYTES / 1e9:.2f} GB left "
-            "for everything else on this disk",
-            "make room (dvc gc -w -a -T --all-experiments drops unused cache), or store half the bytes "
-            "(extract.store_dtype=fp8), or take fewer samples (sample.max_train) or layers (extract.aux_layer_ids)",
-        )
-
-
-def require_room(folder: Path, shard: Shard) -> None:
-    """`InvalidInput` before a shard would take the disk under the low-water mark; those made so far stay."""
-    free = shutil.disk_usage(folder).free
-    if free - shard.num_bytes < LOW_WATER_BYTES:
-        raise invalid(
-            "low-water",
-            str(folder),
-            f"{free / 1e9:.2f} GB free, and the next shard takes {shard.num_bytes / 1e9:.2f} GB",
-            f"{LOW_WATER_BYTES / 1e9:.2f} GB left for everything else on this disk",
-            "make room (dvc gc -w -a -T --all-experiments drops unused cache), then: dvc repro extract   (it goes on "
-            "with the shards that are missing)",
-            "a full disk would stop other programs, and this run in the middle of a shard",
-        )
+        os.close(fd)  # `remove_leftovers` of another run came between the two calls
 
 
 def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
@@ -180,20 +119,3 @@ def state_faults(hidden_TAH: torch.Tensor, layer_ids: Sequence[int]) -> list[str
         for layer_id, largest in zip(layer_ids, largest_A, strict=True)
         if not 0 < largest < float("inf")
     ]
-
-
-def check_sizes(folder: Path, shards: Sequence[Shard]) -> None:
-    """`InvalidInput` for a shard in `folder` whose length is not the planned one (a file changed under its name)."""
-    problems = [
-        Problem(
-            "changed-shard",
-            str(path),
-            f"{path.stat().st_size} bytes",
-            f"{shard.num_bytes} bytes",
-            f"remove {path}, then: dvc repro extract",
-        )
-        for shard in shards
-        if (path := folder / shard.name).exists() and path.stat().st_size != shard.num_bytes
-    ]
-    if problems:
-        raise InvalidInput(*problems)

@@ -19,7 +19,8 @@ from torch import nn
 from eagle3.formats.json_files import read_json_object
 from eagle3.machine import available_memory
 from eagle3.problems import InvalidInput, Problem, invalid
-from eagle3.states.hidden_states import SampleStates, Shard, map_shard, sample_states
+from eagle3.states.hidden_states import SampleStates, map_shard, sample_states
+from eagle3.states.shard_plan import Shard
 from eagle3.states.store_dtypes import BFLOAT16, FP8
 from eagle3.verifiers.reference_model import load_reference
 from eagle3.verifiers.verifier import text_config

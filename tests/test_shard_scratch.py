@@ -1,0 +1,191 @@
+"""What is left behind beside the shards, and which disk must have room for what: on file systems mounted for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from eagle3.problems import InvalidInput
+from eagle3.states.shard_file import ShardFile
+from eagle3.states.shard_scratch import bytes_to_clean, check_sizes, clean_scratch, require_space
+from tests.code_deps import ROOT
+from tests.test_disk_full import mounts
+from tests.test_extract_stage import make_repository
+from tests.test_hidden_states import A, B, C, fill, plan
+
+EIGHT_DAYS = 8 * 24 * 3600
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_a_shard_in_work_is_not(tmp_path):
+    ((one,), (other,)) = plan(A), plan(B)
+    leftover = tmp_path / f".{other.name}.partial-0123"
+    leftover.write_bytes(b"")
+    with ShardFile(tmp_path / one.name, one) as file:
+        clean_scratch(tmp_path, [])
+        assert file.path.exists()
+    assert not leftover.exists()
+    assert (tmp_path / one.name).exists()
+
+
+def test_shards_of_other_inputs_are_removed_after_a_week(tmp_path):
+    ((current,), (old,), (new,)) = plan(A), plan(B), plan(C)
+    for shard in (current, old, new):
+        fill(tmp_path, shard)
+    for shard in (current, old):
+        os.utime(tmp_path / shard.name, (0, time.time() - EIGHT_DAYS))
+    clean_scratch(tmp_path, [current])
+    assert {path.name for path in tmp_path.iterdir()} == {current.name, new.name}
+
+
+def test_a_shard_of_another_length_is_refused(tmp_path):
+    (shard,) = plan(A)
+    fill(tmp_path, shard)
+    os.truncate(tmp_path / shard.name, 100)
+    with pytest.raises(InvalidInput, match=r"found: +100 bytes"):
+        check_sizes(tmp_path, [shard])
+
+
+def test_a_disk_too_small_is_refused_with_the_sum(tmp_path):
+    shard = replace(plan(A)[0], hidden_size=10**14)
+    with pytest.raises(InvalidInput) as error:
+        require_space(tmp_path, [shard], [shard])
+    assert "(3 tokens of 600000000000000 bytes are 1800000.00 GB: 3 states" in error.value.problems[0].expected
+
+
+def test_what_will_be_cleaned_counts_as_free_and_what_has_a_second_name_does_not(tmp_path):
+    ((current,), (old,), (other,)) = plan(A), plan(B), plan(C)
+    (tmp_path / f".{other.name}.partial-0123").write_bytes(bytes(8192))
+    fill(tmp_path, old)
+    os.utime(tmp_path / old.name, (0, time.time() - EIGHT_DAYS))
+    with ShardFile(tmp_path / current.name, current):
+        before = bytes_to_clean(tmp_path, [])
+        assert before >= 8192 + old.num_bytes
+        os.link(tmp_path / old.name, tmp_path / "in the cache")
+        assert before - bytes_to_clean(tmp_path, []) >= old.num_bytes
+        clean_scratch(tmp_path, [])
+        assert bytes_to_clean(tmp_path, []) == 0
+
+
+def in_a_namespace(folder, script):
+    """Run it with mounts of its own, which are gone when it ends; what it printed."""
+    done = subprocess.run(
+        ["unshare", "-rm", sys.executable, "-c", MOUNTS + script],
+        **{"cwd": folder, "text": True, "capture_output": True, "check": False},
+        env={name: value for name, value in os.environ.items() if not name.startswith("DVC_")} | {"PYTHONPATH": ROOT},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+MOUNTS = """
+import os, shutil, subprocess, sys
+from pathlib import Path
+from eagle3.states.shard_scratch import LOW_WATER_BYTES, space_problems, writings
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+def mount(path, size=2 * LOW_WATER_BYTES):
+    Path(path).mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "small", path], check=True)
+
+def leave(folder, num_bytes):
+    "Reserve all but so many bytes there, rounded up to pages."
+    ballast = Path(folder, "ballast")
+    ballast.unlink(missing_ok=True)
+    ballast.touch()
+    with open(ballast, "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - -(-num_bytes // PAGE) * PAGE)
+"""
+
+
+@mounts
+@pytest.mark.parametrize(
+    ("mounted", "expected"),
+    [
+        ([], {"scratch": 10}),
+        (["data"], {"scratch": 20, "data": 100}),
+        ([".dvc/cache"], {"scratch": 10, ".dvc/cache": 10}),
+        (["scratch"], {"scratch": 10, "data": 100}),
+        (["scratch", "data"], {"scratch": 10, "data": 100, ".dvc/cache": 10}),
+        (["scratch", "data", ".dvc/cache"], {"scratch": 10, "data": 100, ".dvc/cache": 10}),
+    ],
+    ids=str,
+)
+def test_each_file_system_takes_what_is_written_there(tmp_path, mounted, expected):
+    """10 bytes of 100 are still to be made. Where nothing is mounted, all is one file system."""
+    for name in ("scratch", "data", ".dvc/cache"):
+        (tmp_path / name).mkdir(parents=True)
+    script = f"""
+for name in {mounted!r}:
+    mount(name)
+print({{str(one.where): one.num_bytes for one in writings(Path("scratch"), 10, 100)}})
+"""
+    assert in_a_namespace(tmp_path, script) == f"{expected}\n"
+
+
+@mounts
+def test_every_disk_is_judged_to_the_page(tmp_path):
+    (tmp_path / ".dvc").mkdir()
+    script = """
+mount("scratch")
+mount("data")
+for scratch, data in ((0, 0), (-PAGE, 0), (0, -PAGE), (-PAGE, -PAGE)):
+    leave("scratch", LOW_WATER_BYTES + 10_000 + scratch)
+    leave("data", LOW_WATER_BYTES + 100_000 + data)
+    print(*(problem.where for problem in space_problems(Path("scratch"), 10_000, 100_000, "so many")))
+leave("scratch", LOW_WATER_BYTES + 10_000 - PAGE)
+leave("data", LOW_WATER_BYTES + 100_000)
+print(*(problem.where for problem in space_problems(Path("scratch"), 10_000, 100_000, "so many", freed=PAGE)))
+print(*(problem.where for problem in space_problems(Path("scratch"), 0, 0, "so many")))
+"""
+    assert in_a_namespace(tmp_path, script) == "\nscratch\ndata\nscratch data\n\n\n"
+
+
+# The real stage and `estimate`, which know nothing of each other, on data/ and scratch of their own.
+BOTH = """
+from eagle3.params import read_params
+from eagle3.plans.estimate import estimate, shortages
+
+def codes():
+    return [(one.code, one.where) for one in shortages(needs(), 1 << 60) if one.severity == "error"]
+
+def needs():
+    return estimate(read_params(), None)
+
+def stage():
+    done = subprocess.run([sys.executable, "-m", "stages.extract"], text=True, capture_output=True)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+shutil.copytree("data", "kept")
+mount(".dvc/tmp/eagle3")
+mount("data")
+shutil.copytree("kept", "data", dirs_exist_ok=True)
+home, extract = Path(".dvc/tmp/eagle3").absolute(), needs()[0]
+(home / "extract").mkdir()
+for short in (home / "extract", Path("data")):
+    for folder, num_bytes in ((home, extract.disk), (Path("data"), extract.output)):
+        leave(folder, LOW_WATER_BYTES + num_bytes + (-PAGE if str(short).startswith(str(folder)) else 1 << 20))
+    assert codes() == [("no-space", str(short))], codes()
+    status, said = stage()
+    assert status == 1 and f"ERROR no-space: {short} " in said, said
+    assert not Path("data/hidden_states").exists() and not list(home.glob("extract/*shard-*"))
+for folder, num_bytes in ((home, extract.disk), (Path("data"), extract.output)):
+    leave(folder, LOW_WATER_BYTES + num_bytes + (1 << 20))
+assert codes() == [], codes()
+status, said = stage()
+assert status == 0, said
+assert needs()[0].disk == 0 and needs()[0].output == extract.output
+print(extract.disk == extract.output == sum(path.stat().st_size for path in Path("data").rglob("shard-*")))
+"""
+
+
+@mounts
+@pytest.mark.engine
+@pytest.mark.long
+def test_estimate_refuses_where_the_stage_does(tmp_path):
+    assert in_a_namespace(make_repository(tmp_path), BOTH) == "True\n"
