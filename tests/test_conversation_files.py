@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,31 @@ def test_text_in_parquet_that_is_not_utf8_makes_its_row_a_skipped_one(folder: Pa
     track(folder / "a.parquet")
     found = list(Sources([{"file": "a.parquet"}], folder))
     assert [getattr(row, "reason", "kept") for row in found] == ["kept", "not_utf8", "kept"]
+
+
+KINDS = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a loop": lambda path: path.symlink_to(path.name),
+    "a broken link": lambda path: path.symlink_to("nowhere"),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_what_is_named_as_a_file_and_is_none_is_never_opened(folder: Path, make: Callable[[Path], object]) -> None:
+    """Reading a pipe would wait for ever, a device would never end."""
+    make(folder / "a.jsonl")
+    subprocess.run(["git", "add", "--force", "."], cwd=folder, check=True)
+    problems = refused([{"file": "a.jsonl"}], folder).problems
+    assert [problem.code for problem in problems if problem.code != "source-untracked"] == ["source-kind"]
+    assert problems[0].expected == "a file, as sample.sources[0] says"
+
+
+def test_a_file_that_is_named_as_a_folder_is_refused(folder: Path) -> None:
+    name = written(folder / "a.jsonl", [{"prompt": "hi"}])["file"]
+    [problem] = refused([{"folder": name}], folder).problems
+    assert (problem.code, problem.found) == ("source-kind", "not a folder")
 
 
 def test_what_is_no_parquet_file_is_refused(folder: Path) -> None:

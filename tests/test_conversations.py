@@ -93,12 +93,33 @@ def codes(error: pytest.ExceptionInfo[InvalidInput]) -> list[str]:
         ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]}, "malformed_tools"),
         ({"messages": [USER, ANSWER | {"tool_calls": [call("{")]}]}, "malformed_tools"),
         ({"messages": [USER, ANSWER | {"tool_calls": [call("[1]")]}]}, "malformed_tools"),
+        ({"messages": [USER, ANSWER | {"tool_calls": 5}]}, "malformed_tools"),
+        ({"messages": [USER, ANSWER | {"tool_calls": call("{}")}]}, "malformed_tools"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_skipped_with_its_reason(raw: Any, reason: str) -> None:
     row = parse_row(raw, "a.jsonl", "line 3")
     assert isinstance(row, Skipped)
     assert (row.source, row.key, row.reason) == ("a.jsonl", "line 3", reason)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+CALL = st.fixed_dictionaries({}, optional={"function": JSON | st.fixed_dictionaries({"name": JSON, "arguments": JSON})})
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | JSON, "content": st.text(max_size=3) | JSON},
+    optional={"tool_calls": JSON | st.lists(CALL | JSON, max_size=2), "reasoning": JSON, "name": JSON},
+)
+ROW = st.fixed_dictionaries({"messages": JSON | st.lists(MESSAGE | JSON, max_size=3)}, optional={"tools": JSON})
+
+
+@given(ROW | JSON)
+def test_any_row_is_a_conversation_or_skipped_with_a_reason(raw: Any) -> None:
+    row = parse_row(raw, "a.jsonl", "line 3")
+    assert row.reason if isinstance(row, Skipped) else row.conversation_id
 
 
 def test_the_prompt_is_the_system_message_and_the_first_user_message() -> None:

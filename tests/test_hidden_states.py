@@ -18,7 +18,7 @@ from eagle3.manifests import Manifest, write_manifest
 from eagle3.problems import InvalidInput
 from eagle3.states.fp8 import dequantise, quantise
 from eagle3.states.hidden_states import HiddenStates, store_errors
-from eagle3.states.shard_file import ShardFile, state_faults, write_at
+from eagle3.states.shard_file import ShardFile, state_faults, tokens_arrived, write_at
 from eagle3.states.shard_plan import ids_as_bytes, plan_shards
 
 ORIGIN = {"verifier": "a" * 64, "layer_ids": [1, 3, 6], "vllm": "0.32.0"}
@@ -180,6 +180,19 @@ def test_a_sample_is_missing_until_its_own_ids_stand_in_the_file(tmp_path):
         write_at(fd, ids_as_bytes([8, 9]), file.place_of(1)[1])
         os.close(fd)
         assert file.missing([0, 1]) == [0]
+
+
+def test_tokens_of_a_shard_in_work_count_as_they_arrive(tmp_path):
+    ((shard,), (other,)) = plan(A, B), plan(C)
+    assert tokens_arrived(tmp_path, shard) == 0
+    with ShardFile(tmp_path / shard.name, shard) as file, ShardFile(tmp_path / other.name, other):
+        assert tokens_arrived(tmp_path, shard) == 0
+        with open(file.path, "r+b") as written:
+            write_at(written.fileno(), ids_as_bytes([8, 9]), file.place_of(1)[1])
+            assert tokens_arrived(tmp_path, shard) == 2
+            write_at(written.fileno(), bytes(8), 0)
+        assert tokens_arrived(tmp_path, shard) == 0, "reserved, and nothing known written yet"
+    assert tokens_arrived(tmp_path, shard) == 0
 
 
 def test_a_shard_that_fails_leaves_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,9 +16,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eagle3.formats.safetensors_headers import read_header
 from eagle3.machine import DEFAULT, executor_problems
-from eagle3.sampling.samples import read_samples
-from tests.test_extract_stage import make_repository, run_stage, shards_of, start_stage, write_inputs
+from eagle3.sampling.samples import Sample, read_samples
+from tests.test_extract_stage import (
+    bytes_of,
+    make_repository,
+    run_stage,
+    set_params,
+    shards_of,
+    start_stage,
+    write_inputs,
+)
 
 MACHINE = "executor: ray\nreplicas: 2\ncpu_threads: 1\nkv_cache_gib: 1\n"
 SECONDS = 400  # cores are shared with other tests
@@ -27,6 +37,7 @@ SECONDS = 400  # cores are shared with other tests
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By one engine on one core."""
     folder = make_repository(tmp_path_factory.mktemp("finished"))
+    set_params(folder, extract={"samples_per_shard": 2})
     run_stage(folder)
     return folder
 
@@ -105,6 +116,39 @@ def test_a_run_that_is_ended_or_killed_leaves_no_process(poisoned, number):
     assert stage.wait(timeout=30) != 0
     _, alive = psutil.wait_procs(every, timeout=20)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_was_ended_or_killed_in_the_middle_goes_on_to_the_bytes_of_one_engine(finished, tmp_path, number):
+    """By Ray again; the second run makes what is missing and nothing else, and its bar ends at exactly that."""
+    folder = without_shards(finished, tmp_path / "stopped")
+    stage = start_stage(folder)
+    wait_for(stage, lambda: len(shards_of(folder)) > 1)
+    stage.send_signal(number)
+    assert stage.wait(timeout=30) != 0
+    stage.communicate()
+    survived, every = shards_of(folder), shards_of(finished)
+    assert 1 < len(survived) < len(every)
+    assert not (folder / "data/hidden_states").exists()
+
+    again = start_stage(folder)
+    said, bar = again.communicate(timeout=SECONDS)
+    assert again.returncode == 0, bar[-4000:]
+    assert f"({len(every) - len(survived)} made now" in said
+    assert shards_of(folder).items() >= survived.items()
+    assert bytes_of(folder) == bytes_of(finished)
+    missing = sum(len(one.input_ids) for one in made_of(folder, every.keys() - survived.keys()))
+    assert f"{missing} tokens now at" in said
+    assert f"{missing}/{missing} [" in bar
+
+
+def made_of(folder: Path, names: set[str]) -> list[Sample]:
+    """The samples in these shards."""
+    listed = (read_header(folder / "data/hidden_states" / name).metadata["sample_ids"] for name in names)
+    ids = {sample_id for each in listed for sample_id in json.loads(each)}
+    return [one for one in read_samples(folder / "data/samples") if one.sample_id in ids]
 
 
 def test_an_executor_that_cannot_work_is_said_before_anything_starts():

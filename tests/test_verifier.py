@@ -116,6 +116,16 @@ def test_a_template_inside_tokenizer_config_counts(folder: Path) -> None:
     assert resolve(folder).window == 512
 
 
+def test_a_download_that_was_cut_off_is_told_before_an_engine_reads_it(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    [(code, fix)] = problems_of(folder)
+    assert (code, "download the file again" in fix) == ("broken-safetensors", True)
+    weights.unlink()
+    weights.mkdir()
+    assert [code for code, _ in problems_of(folder)] == ["broken-safetensors"]
+
+
 def test_pickled_weights_and_lfs_pointers_are_no_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")

@@ -21,6 +21,7 @@ from eagle3.problems import InvalidInput, Problem, invalid
 MAX_HEADER_BYTES = 16 << 20
 MAX_RANK = 16
 MANY = 40
+BROKEN = "broken-safetensors"
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
@@ -153,7 +154,7 @@ def _check_cover(path: Path, tensors: list[TensorHeader], start: int, size: int)
 
 def _broken(path: Path, found: str) -> InvalidInput:
     return invalid(
-        "broken-safetensors",
+        BROKEN,
         printable(path.name),
         found,
         "a complete safetensors file",
@@ -164,7 +165,7 @@ def _broken(path: Path, found: str) -> InvalidInput:
 
 def _broken_tensor(path: Path, name: str, fault: str) -> Problem:
     return Problem(
-        "broken-safetensors",
+        BROKEN,
         f"{printable(path.name)}: {printable(name)}",
         printable(fault),
         "an entry that the safetensors format allows",

@@ -24,6 +24,7 @@ from eagle3.yaml12 import read_yaml
 FOLDER = Path("data/conversations")
 KINDS = ("package", "file", "folder", "dataset")
 OWN_LAYOUT = "its own"
+HOW_TO_NAME = "`- file: {0}` (or `- folder: {0}`, a saved dataset)"
 
 
 @dataclass
@@ -44,10 +45,11 @@ class Sources:
             for index, source in enumerate(self.sources)
             if "file" in source or "folder" in source
         }
+        folders = [source["folder"] for source in self.sources if "folder" in source]
         problems = [
             *_repeated(self.sources),
             *_package_problems(self.sources),
-            *file_problems(named, self.folder, "sample.sources", "`- file: {0}` (or `- folder: {0}`, a saved dataset)"),
+            *file_problems(named, self.folder, "sample.sources", HOW_TO_NAME, folders),
         ]
         if problems:
             raise InvalidInput(*problems)

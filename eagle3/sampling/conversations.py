@@ -162,7 +162,8 @@ def _message_fault(message: Any) -> tuple[str, str] | None:
         return "not_text", f"content is {_kind(message['content'])}, or another field is no text"
     if not _encodable(message):
         return "not_text", "content has a lone surrogate"
-    if not all(map(_is_tool_call, message.get("tool_calls", []))):
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(map(_is_tool_call, calls)):
         return "malformed_tools", "a tool call without a function's name and an object of arguments"
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from eagle3.problems import Problem
@@ -11,16 +11,25 @@ from eagle3.problems import Problem
 NOT_DATA = ("README.md", ".gitignore")
 
 
-def file_problems(named: Mapping[str, str], folder: Path, where: str, entry: str) -> Iterator[Problem]:
-    """Named but absent, present but not named, or tracked by neither Git nor DVC.
+def file_problems(
+    named: Mapping[str, str], folder: Path, where: str, entry: str, folders: Collection[str] = ()
+) -> Iterator[Problem]:
+    """Named but absent, no file, present but not named, or tracked by neither Git nor DVC.
 
     named: file name -> the parameter that names it. where: the list in params.yaml; entry: how a name is written there.
+    folders: those of the names that are to be folders.
     """
     entries = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     present = [name for name in entries if name not in NOT_DATA and not name.endswith(".dvc")]
     for name in sorted(set(named) - set(present)):
         fix = f"dvc pull {folder / name}.dvc" if f"{name}.dvc" in entries else f"put it there, or remove {named[name]}"
         yield Problem("source-absent", named[name], f"no {folder / name}", "the file that is named", fix)
+    for name in sorted(set(named) & set(present)):
+        path, wanted = folder / name, "folder" if name in folders else "file"
+        if not (path.is_dir() if name in folders else path.is_file()):
+            found = "a link that leads nowhere" if path.is_symlink() and not path.exists() else f"not a {wanted}"
+            fix = f"dvc checkout, if DVC tracks it; else put the {wanted} there"
+            yield Problem("source-kind", str(path), found, f"a {wanted}, as {named[name]} says", fix)
     for name in present:
         if name not in named:
             yield Problem(

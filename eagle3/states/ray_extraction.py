@@ -27,12 +27,14 @@ from eagle3.machine import Machine, cores_by_rank, executor_problems
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.stage_guard import descendants
 from eagle3.states.extraction import Extracted, extract_shards, start_extraction
+from eagle3.states.shard_file import tokens_arrived
 from eagle3.states.shard_plan import Shard
 from eagle3.states.shard_scratch import remove_leftovers
 from eagle3.verifiers.verifier import Verifier
 
 ATTEMPTS = 3
 SECONDS_TO_PLACE = 120.0
+SECONDS_TO_SHOW = 0.5
 OBJECT_STORE_BYTES = 256 << 20  # what travels are the token ids of shards
 TOKEN = Path.home() / ".ray" / "auth_token"
 # A full disk or a missing permission is nobody's fault but the disk's: more attempts would only fail as well.
@@ -117,17 +119,27 @@ class _Run:
         self.failures: dict[str, list[str]] = {shard.key: [] for shard in shards}
         self.failed_starts = 0
         self.poisoned: list[Shard] = []
-        self.asked = self.found = 0
+        self.asked = self.found = self.made = 0
 
     def finish(self) -> None:
         for _ in range(min(self.job.machine.replicas or 1, len(self.waiting))):
             self._hire()
+        last = time.monotonic()
         while self.waiting or any(isinstance(member.doing, Shard) for member in self.busy.values()):
-            done, _ = self.ray.wait(list(self.busy), timeout=SECONDS_TO_PLACE)
-            if not done and all(member.node is None for member in self.busy.values()):
+            done, _ = self.ray.wait(list(self.busy), timeout=SECONDS_TO_SHOW)
+            silent = 0.0 if done else time.monotonic() - last
+            if silent > SECONDS_TO_PLACE and all(member.node is None for member in self.busy.values()):
                 raise _no_place(self.ray, self.job, f"no place found within {SECONDS_TO_PLACE:.0f} s")
             for reference in done:
                 self._go_on(self.busy.pop(reference), reference)
+                last = time.monotonic()
+            self._show()
+
+    def _show(self) -> None:
+        """Shards in work count by what stands in their files, so that the bar moves by sample, wherever it is run."""
+        doing = [member.doing for member in self.busy.values() if isinstance(member.doing, Shard)]
+        arrived = sum(tokens_arrived(self.job.folder, shard) for shard in doing)
+        self.bar.update(self.made + arrived - self.bar.n)
 
     def _hire(self) -> None:
         actor = self.ray.remote(Replica).options(**_resources(self.job.machine), scheduling_strategy="SPREAD").remote()
@@ -148,8 +160,11 @@ class _Run:
             self.failed_starts = 0
             self._next(member)
         else:
-            self.asked, self.found = self.asked + said.asked, self.found + said.found
-            self.bar.update(said.tokens)
+            self.asked, self.found, self.made = (
+                self.asked + said.asked,
+                self.found + said.found,
+                self.made + said.tokens,
+            )
             self._next(member)
         return None
 

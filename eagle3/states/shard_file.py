@@ -9,6 +9,7 @@ import fcntl
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -63,10 +64,11 @@ class ShardFile:
         shard, begins = self.shard, self.shard.begins
         # reserves the space: a full disk shows here, before the engine has worked for it
         os.posix_fallocate(self._fd, 0, shard.num_bytes)
-        write_at(self._fd, shard.header, 0)
         write_at(self._fd, array("q", shard.offsets).tobytes(), begins["offsets"])
         write_at(self._fd, UNWRITTEN * shard.num_tokens, begins["input_ids"])
         write_at(self._fd, b"".join(bytes(sample.loss_mask) for sample in shard.samples), begins["loss_mask"])
+        # last: where it stands, ids are those that have arrived (`tokens_arrived`)
+        write_at(self._fd, shard.header, 0)
 
     def place_of(self, index: int) -> tuple[int, ...]:
         """Byte positions in the file for the states (with fp8, then scales and squares) and for the ids of a sample."""
@@ -88,6 +90,17 @@ class ShardFile:
     def _has_arrived(self, index: int) -> bool:
         expected = ids_as_bytes(self.shard.samples[index].input_ids)
         return os.pread(self._fd, len(expected), self.place_of(index)[-1]) == expected
+
+
+def tokens_arrived(folder: Path, shard: Shard) -> int:
+    """Tokens whose states stand in the file of a shard that any process is making in `folder`; 0 where none is."""
+    arrived = [0]
+    for path in folder.glob(f".{shard.name}.partial-*"):
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            begun = os.pread(file.fileno(), 8, 0).strip(b"\0")
+            ids = array("i", os.pread(file.fileno(), len(UNWRITTEN) * shard.num_tokens, shard.begins["input_ids"]))
+            arrived.append(len(ids) - ids.count(-1) if begun else 0)
+    return max(arrived)
 
 
 def _create_locked(path: Path) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from eagle3.atomic_files import sha256_of_json
 from eagle3.formats.json_files import read_json_object
+from eagle3.formats.safetensors_headers import BROKEN, read_header
 from eagle3.params import VerifierParams
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.verifiers.dequantise import dequantised_verifier
@@ -246,10 +247,14 @@ def _weight_problems(path: Path) -> Iterator[Problem]:
             "download the model again, or convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",
         )
     for file in weights:
-        with open(file, "rb") as stream:
-            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+        try:
+            read_header(file)
+        except InvalidInput as error:
+            if _is_lfs_pointer(file):
                 found = "a Git LFS pointer, not the weights"
                 yield Problem("no-weights", str(file), found, "a safetensors file", f"git lfs pull (in {path})")
+            else:
+                yield from (problem for problem in error.problems if problem.code == BROKEN)
     if missing := sorted(_indexed_files(path) - {file.name for file in weights}):
         yield Problem(
             "no-weights",
@@ -258,6 +263,13 @@ def _weight_problems(path: Path) -> Iterator[Problem]:
             "every file that the index names",
             "download the model again",
         )
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with open(file, "rb") as stream:
+        return stream.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _indexed_files(path: Path) -> set[str]:
