@@ -16,6 +16,7 @@ from eagle3.problems import InvalidInput, Problem, invalid
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 1
+MAPPINGS = ("params", "inputs", "verifier", "engines", "counts", "decisions", "files")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,24 @@ class Manifest:
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
+
+    def decided_size(self, name: str) -> int:
+        """A decision that is a positive integer; `InvalidInput` where somebody has changed the manifest."""
+        value = self.decisions.get(name)
+        if type(value) is not int or value <= 0:
+            raise self._changed(name, value, "a positive integer")
+        return value
+
+    def decided_list(self, name: str, of: type) -> list[Any]:
+        """A decision that is a list of `of`; `InvalidInput` where somebody has changed the manifest."""
+        value = self.decisions.get(name)
+        if not isinstance(value, list) or any(type(item) is not of for item in value):
+            raise self._changed(name, value, f"a list of {of.__name__}")
+        return value
+
+    def _changed(self, name: str, found: Any, expected: str) -> InvalidInput:
+        where, fix = f"{NAME} of stage {self.stage}: decisions.{name}", f"dvc repro --single-item --force {self.stage}"
+        return invalid("broken-manifest", where, repr(found)[:200], f"{expected}, as the stage writes it", fix)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
@@ -71,9 +90,17 @@ def read_manifest(folder: Path, stage: str) -> Manifest:
     if not isinstance(raw, dict) or set(raw) != known or raw.get("schema_version") != SCHEMA_VERSION:
         found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
         raise invalid("broken-manifest", str(path), f"keys {found}", f"keys {sorted(known)}", fix)
+    if wrong := [name for name in MAPPINGS if not isinstance(raw[name], dict)]:
+        raise invalid("broken-manifest", str(path), f"no mapping under {wrong}", f"mappings under {MAPPINGS}", fix)
+    if wrong := [name for name, entry in raw["files"].items() if not _is_entry(entry)]:
+        raise invalid("broken-manifest", str(path), f"files {wrong[:5]} without bytes and sha256", "both for each", fix)
     if raw["stage"] != stage:
         raise invalid("wrong-manifest", str(path), f"written by {raw['stage']}", f"written by {stage}", fix)
     return Manifest(**raw)
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:

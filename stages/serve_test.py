@@ -49,7 +49,7 @@ def run(stage: Stage) -> None:
         read_questions(params.questions), render, partial(tokenizer.decode, skip_special_tokens=True), window
     )
     greeting = render([{"role": "user", "content": GREETING}])
-    limit, sweep = samples.decisions["max_new_tokens"], [number for number in params.sweep if number != k]
+    limit, sweep = samples.decided_size("max_new_tokens"), [number for number in params.sweep if number != k]
     full = params.suite == "full"
     plan = Plan(eval_samples(params.num_prompts), questions, limit, greeting, sweep, full)
     parser = TOOL_PARSER if full else ""

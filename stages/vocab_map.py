@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eagle3.drafts.vocab_map import choose_ids, count_answered, coverage, map_of, write_vocab_map
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
+from eagle3.problems import invalid
 from eagle3.sampling.conversations import SPLITS
 from eagle3.sampling.samples import token_columns
 from eagle3.stage_guard import Stage, run_stage
@@ -20,11 +21,15 @@ def run(stage: Stage) -> None:
     """Train and val alone choose: eval's coverage is what unseen text will get. K = V writes no map."""
     made = read_manifest(SAMPLES, "sample")
     verify_files(SAMPLES, made)
-    vocab_size, draft_vocab_size = made.decisions["vocab_size"], stage.params.vocab_map.draft_vocab_size
+    vocab_size, draft_vocab_size = made.decided_size("vocab_size"), stage.params.vocab_map.draft_vocab_size
+    every_special = made.decided_list("special_token_ids", int)
     counts_SV = count_answered(token_columns(SAMPLES), len(SPLITS), vocab_size)
     train_V, val_V, eval_V = (counts_SV[SPLITS.index(split)] for split in ("train", "val", "eval"))
+    if not train_V.any():
+        found, fix = "no answered token in train", "dvc repro --single-item --force sample"
+        raise invalid("no-answers", str(SAMPLES), found, "answers that tell which tokens the draft needs", fix)
     # tokenizers may name special tokens that the model has no row for; nothing can ever generate them
-    special = [token_id for token_id in made.decisions["special_token_ids"] if token_id < vocab_size]
+    special = [token_id for token_id in every_special if token_id < vocab_size]
     ids_K = choose_ids(train_V, val_V, special, draft_vocab_size)
 
     folder = stage.out("data/vocab_map")
@@ -38,7 +43,7 @@ def run(stage: Stage) -> None:
         "coverage_val": round(coverage(val_V, ids_K), 6),
         "coverage_eval": round(coverage(eval_V, ids_K), 6),
         "special_token_ids": special,
-        "special_token_ids_without_a_row": sorted({*made.decisions["special_token_ids"]} - {*special}),
+        "special_token_ids_without_a_row": sorted({*every_special} - {*special}),
     }
     counts = {
         "train_tokens": int(train_V.sum()),

@@ -55,6 +55,26 @@ def test_another_version_or_another_key_is_refused(folder):
             read_manifest(folder, "train")
 
 
+@pytest.mark.parametrize("change", [{"decisions": []}, {"files": "x"}, {"files": {"a": 1}}, {"files": {"a": {}}}])
+def test_parts_of_another_type_are_refused(folder, change):
+    write_manifest(folder, Manifest("train"))
+    value = json.loads((folder / NAME).read_text())
+    (folder / NAME).write_text(json.dumps({**value, **change}))
+    with pytest.raises(InvalidInput, match="broken-manifest"):
+        read_manifest(folder, "train")
+
+
+def test_a_decision_is_read_as_its_stage_writes_it_or_refused():
+    made = Manifest("sample", decisions={"vocab_size": 5, "ids": [1, 2], "text": "x", "none": None, "true": True})
+    assert (made.decided_size("vocab_size"), made.decided_list("ids", int)) == (5, [1, 2])
+    for name in ("text", "none", "true", "absent", "ids"):
+        with pytest.raises(InvalidInput, match=f"decisions.{name}"):
+            made.decided_size(name)
+    for name, of in (("text", str), ("ids", str), ("absent", int)):
+        with pytest.raises(InvalidInput, match="dvc repro --single-item --force sample"):
+            made.decided_list(name, of)
+
+
 def test_the_folder_of_another_stage_is_refused(folder):
     write_manifest(folder, Manifest("train"))
     with pytest.raises(InvalidInput, match="written by train"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -92,6 +93,27 @@ def test_a_faulty_row_is_refused_by_its_id(tmp_path: Path, fault: Sample, said: 
     with pytest.raises(InvalidInput, match="sample b-0") as error:
         read_samples(tmp_path)
     assert said in error.value.problems[0].found
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ({"input_ids": [1, None, 3, 9, 9]}, "input_ids"),
+        ({"loss_mask": [False, False, None, True, True]}, "loss_mask"),
+        *(({name: None}, name) for name in vars(ONE)),
+    ],
+)
+def test_a_null_is_refused_by_its_column(tmp_path: Path, change: dict[str, Any], column: str) -> None:
+    pq.write_table(pa.Table.from_pylist([vars(TWO), {**vars(ONE), **change}], schema=SCHEMA), tmp_path / FILE)
+    with pytest.raises(InvalidInput) as error:
+        read_samples(tmp_path)
+    assert error.value.problems[0].found == f"nulls in {column}"
+
+
+def test_a_file_with_a_sample_twice_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path, ONE, TWO, ONE)
+    with pytest.raises(InvalidInput, match="two samples b-0"):
+        read_samples(tmp_path)
 
 
 def test_a_missing_file_garbage_and_another_schema_are_refused_with_the_stage_to_run(tmp_path: Path) -> None:

@@ -88,7 +88,11 @@ def test_counting_the_file_by_columns_is_counting_its_samples(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "change", [{"split": "test"}, {"loss_mask": [True]}, {"input_ids": None}, {"loss_mask": None}, {"split": None}]
+    "change",
+    [
+        *({"split": "test"}, {"loss_mask": [True]}, {"input_ids": None}, {"loss_mask": None}, {"split": None}),
+        *({"input_ids": [0, None, 5]}, {"loss_mask": [False, None, True]}),
+    ],
 )
 def test_a_file_that_is_not_ours_is_refused_before_it_is_counted(tmp_path, change):
     good = {**vars(sample(0, "train", [5, 5])), **change}
@@ -271,6 +275,19 @@ def test_the_stage_writes_no_map_of_the_whole_vocabulary(repository):
     assert [path.name for path in (repository / "data" / "vocab_map").iterdir()] == ["manifest.json"]
     everything = "(all: no map), which cover 100.00% of train, 100.00% of held-out eval"
     assert done.stdout == f"vocab-map: 10 of 10 tokens {everything}\n"
+
+
+def test_the_stage_refuses_samples_without_an_answer_and_a_manifest_that_was_changed(repository):
+    folder = repository / "data" / "samples"
+    write_samples(folder, [sample(0, "eval", [5])])
+    (folder / "manifest.json").unlink()
+    decisions = {"vocab_size": 10, "special_token_ids": [1]}
+    write_manifest(folder, Manifest("sample", decisions=decisions))
+    assert "ERROR no-answers: data/samples" in run_stage(repository, 4).stderr
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, Manifest("sample", decisions=decisions | {"vocab_size": "ten"}))
+    assert "manifest.json of stage sample: decisions.vocab_size" in run_stage(repository, 4).stderr
+    assert not (repository / "data" / "vocab_map").exists()
 
 
 def test_a_size_that_the_stage_refuses_leaves_the_earlier_map(repository):

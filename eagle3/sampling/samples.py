@@ -134,7 +134,10 @@ def _ids(batch: pa.RecordBatch) -> list[str]:
 
 def read_samples(folder: Path) -> list[Sample]:
     """All samples, sorted by sample_id; a missing file, another schema or a faulty row is `InvalidInput`."""
-    return sorted(_rows(folder), key=lambda sample: sample.sample_id)
+    samples = sorted(_rows(folder), key=lambda sample: sample.sample_id)
+    if twice := [one.sample_id for one, other in pairwise(samples) if one.sample_id == other.sample_id]:
+        raise _unusable(folder / FILE, f"two samples {twice[0]}")
+    return samples
 
 
 def find_sample(folder: Path, wanted: str) -> tuple[int, Sample] | None:
@@ -165,7 +168,7 @@ def token_columns(folder: Path) -> Iterator[tuple[Any, Any, Any, Any]]:
         ids, mask = batch.column("input_ids"), batch.column("loss_mask")
         lengths = pc.list_value_length(ids)
         faulty = pc.or_(pc.is_null(splits), pc.not_equal(lengths, pc.list_value_length(mask)))
-        if pc.any(faulty, min_count=0).as_py() or any(column.null_count for column in (ids, mask)):
+        if pc.any(faulty, min_count=0).as_py():
             raise _unusable(path, "a sample of an unknown split, or with more or fewer ids than values of loss_mask")
         yield (
             splits.to_numpy(),
@@ -183,11 +186,18 @@ def _batches(folder: Path, columns: list[str] | None = None) -> Iterator[pa.Reco
             if not file.schema_arrow.equals(SCHEMA):
                 raise _unusable(path, " ".join(f"{field.name}:{field.type}" for field in file.schema_arrow))
             # pyarrow 26 would buffer the columns of every row group at once (pre_buffer)
-            yield from file.iter_batches(READ_ROWS, columns=columns)
+            for batch in file.iter_batches(READ_ROWS, columns=columns):
+                if nulls := [name for name in batch.schema.names if _has_nulls(batch.column(name))]:
+                    raise _unusable(path, f"nulls in {', '.join(nulls)}")
+                yield batch
     except FileNotFoundError:
         raise _unusable(path, "no such file") from None
     except (pa.ArrowInvalid, OSError) as error:
         raise _unusable(path, f"not Parquet: {error}") from None
+
+
+def _has_nulls(column: Any) -> bool:
+    return bool(column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count))
 
 
 def _unusable(path: Path, found: str) -> InvalidInput:

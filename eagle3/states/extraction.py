@@ -47,7 +47,7 @@ def input_problems(samples: Manifest, verifier: Verifier, aux_layer_ids: Sequenc
         yield Problem(
             "other-verifier",
             "data/samples",
-            f"answers of {samples.verifier['source']} with sha256 {samples.verifier['sha256']}",
+            f"answers of {samples.verifier.get('source')} with sha256 {samples.verifier.get('sha256')}",
             f"answers of {verifier.source} with sha256 {verifier.sha256}, the verifier of params.yaml as it is now",
             f"bring the earlier weights back, or sample anew: dvc exp run -S verifier.sha256={verifier.sha256}",
             "the draft would learn one model's words and another model's states",
