@@ -59,10 +59,30 @@ def link_tree(source: Path, target: Path) -> None:
         shutil.copytree(source, target, copy_function=lambda one, other: link_or_copy(Path(one), Path(other)))
 
 
+def are_on_one_disk(one: Path, other: Path) -> bool:
+    """Whether files can be moved and linked from one path to the other.
+
+    Two bind mounts of one file system, as containers have them, share its device number; Linux refuses all the same.
+    """
+    return one.stat().st_dev == other.stat().st_dev and _mount(one) == _mount(other)
+
+
+def _mount(path: Path) -> str:
+    """Linux' number of the mount; "" where no /proc tells it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    except FileNotFoundError:
+        return ""
+    finally:
+        os.close(fd)
+    return next(line for line in lines if line.startswith("mnt_id"))
+
+
 def bring_beside(source: Path, target: Path) -> Path:
     """`source` (a file or a folder) where one move can make it `target`: itself, or a copy if it is on another disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if source.stat().st_dev == target.parent.stat().st_dev:
+    if are_on_one_disk(source, target.parent):
         return source
     beside = target.with_name(f".{target.name}.partial")
     remove(beside)

@@ -78,6 +78,17 @@ def test_a_stage_without_room_says_so_and_leaves_everything_as_it_was(finished, 
     assert outputs(finished) == before, "the same inputs give the same bytes"
 
 
+@mounts
+@pytest.mark.parametrize("stage", ["extract", "flatten"])
+def test_a_stage_publishes_across_two_mounts_of_one_file_system(finished, stage):
+    """As a container has them: data/ and .dvc share a device number, and no file can be moved from one to the other."""
+    before = outputs(finished)
+    words = ("python", "-m", f"stages.{stage}")
+    done = run(finished, "unshare", "-rm", "sh", "-c", 'mount --bind data data && exec "$@"', "sh", *words)
+    assert done.returncode == 0, done.stderr
+    assert outputs(finished) == before
+
+
 # In mounts of its own: the repository argv[1] on a disk of 24 MiB, of which fewer and fewer KiB are left.
 FULL = """
 import shutil, subprocess, sys

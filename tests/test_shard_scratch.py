@@ -129,6 +129,18 @@ print({{str(one.where): one.num_bytes for one in writings(Path("scratch"), 10, 1
 
 
 @mounts
+def test_two_mounts_of_one_file_system_take_copies_from_one_pool(tmp_path):
+    """As a container has them: the device number is the same, and Linux links and moves nothing across."""
+    for name in ("scratch", "data", ".dvc"):
+        (tmp_path / name).mkdir()
+    script = """
+subprocess.run(["mount", "--bind", "data", "data"], check=True)
+print([one.num_bytes for one in writings(Path("scratch"), 10, 100)])
+"""
+    assert in_a_namespace(tmp_path, script) == "[120]\n"
+
+
+@mounts
 def test_every_disk_is_judged_to_the_page(tmp_path):
     (tmp_path / ".dvc").mkdir()
     script = """

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
 
+from eagle3.atomic_files import are_on_one_disk
 from eagle3.dvc_records import rotten_listings
 from eagle3.engines import installed_version
 from eagle3.formats.json_files import read_json_object
@@ -184,7 +185,7 @@ def _repository() -> Iterator[Problem]:
             "DVC checks out other files without a word",
         )
         yield Problem("rotten-list", str(path), "another content", "the md5 of its name", fix, consequence)
-    if Path("data").is_dir() and Path("data").stat().st_dev != Path(".dvc").stat().st_dev:
+    if Path("data").is_dir() and not are_on_one_disk(Path("data"), Path(".dvc")):
         fix = "dvc config --local cache.dir PATH   (on the file system of data/)"
         yield Problem(
             "file-systems", "data", "not on the file system of .dvc", "one file system", fix, "copies", "warning"

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle3.atomic_files import are_on_one_disk
 from eagle3.dvc_records import cache_folder
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.shard_plan import Shard
@@ -84,9 +85,9 @@ def writings(scratch: Path, new: int, every: int) -> list[Writing]:
     """What is written to each file system. new, every: bytes of the output that are still to be made, and of all."""
     scratch, data, cache = map(_nearest, (scratch, DATA, cache_folder()))
     parts = [Writing(scratch, new, ("what is still to be made",))]
-    if data.stat().st_dev != scratch.stat().st_dev:
+    if not are_on_one_disk(scratch, data):
         parts.append(Writing(data, every, (f"the whole output, for {data} is on another file system than {scratch}",)))
-    if cache.stat().st_dev != data.stat().st_dev:
+    if not are_on_one_disk(data, cache):
         parts.append(Writing(cache, new, (f"DVC's copy, for {cache} is on another file system than {data}",)))
     found: dict[int, Writing] = {}
     for part in (part for part in parts if part.num_bytes):
