@@ -43,20 +43,27 @@ class Manifest:
 
     def decided_size(self, name: str) -> int:
         """A decision that is a positive integer; `InvalidInput` where somebody has changed the manifest."""
-        value = self.decisions.get(name)
+        return self._size(f"decisions.{name}", self.decisions.get(name))
+
+    def used_size(self, section: str, name: str) -> int:
+        """A parameter of the stage that is a positive integer; refused like `decided_size`."""
+        values = self.params.get(section)
+        return self._size(f"params.{section}.{name}", values.get(name) if isinstance(values, dict) else None)
+
+    def _size(self, where: str, value: Any) -> int:
         if type(value) is not int or value <= 0:
-            raise self._changed(name, value, "a positive integer")
+            raise self._changed(where, value, "a positive integer")
         return value
 
     def decided_list(self, name: str, of: type) -> list[Any]:
         """A decision that is a list of `of`; `InvalidInput` where somebody has changed the manifest."""
         value = self.decisions.get(name)
         if not isinstance(value, list) or any(type(item) is not of for item in value):
-            raise self._changed(name, value, f"a list of {of.__name__}")
+            raise self._changed(f"decisions.{name}", value, f"a list of {of.__name__}")
         return value
 
     def _changed(self, name: str, found: Any, expected: str) -> InvalidInput:
-        where, fix = f"{NAME} of stage {self.stage}: decisions.{name}", f"dvc repro --single-item --force {self.stage}"
+        where, fix = f"{NAME} of stage {self.stage}: {name}", f"dvc repro --single-item --force {self.stage}"
         return invalid("broken-manifest", where, repr(found)[:200], f"{expected}, as the stage writes it", fix)
 
 

@@ -52,7 +52,7 @@ def run(stage: Stage) -> None:
     require_space(home, shards, missing)
     if missing:
         # the sample stage's window, so that rope scaling that looks at it is the same; one token more must fit
-        window = max(made.params["sample"]["max_model_len"], 1 + max(len(one.input_ids) for one in samples))
+        window = max(made.used_size("sample", "max_model_len"), 1 + max(len(one.input_ids) for one in samples))
         require_window(verifier, window)
         machine, greedy = read_machine(), made.decided_list("greedy_splits", str)
         if machine.executor == "ray":

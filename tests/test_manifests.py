@@ -70,6 +70,11 @@ def test_a_decision_is_read_as_its_stage_writes_it_or_refused():
     for name in ("text", "none", "true", "absent", "ids"):
         with pytest.raises(InvalidInput, match=f"decisions.{name}"):
             made.decided_size(name)
+    used = Manifest("sample", {"sample": {"window": 5}, "seed": 0})
+    assert used.used_size("sample", "window") == 5
+    for section, name in (("sample", "absent"), ("seed", "window"), ("absent", "window")):
+        with pytest.raises(InvalidInput, match=f"params.{section}.{name}"):
+            used.used_size(section, name)
     for name, of in (("text", str), ("ids", str), ("absent", int)):
         with pytest.raises(InvalidInput, match="dvc repro --single-item --force sample"):
             made.decided_list(name, of)
