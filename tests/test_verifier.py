@@ -12,7 +12,7 @@ import pytest
 
 from eagle3.params import VerifierParams
 from eagle3.problems import InvalidInput
-from eagle3.verifiers.chat_tokenizer import TemplateRefusal, load_tokenizer, prompt_ids, special_token_ids
+from eagle3.verifiers.chat_tokenizer import TemplateRefusal, load_chat, load_tokenizer, prompt_ids, special_token_ids
 from eagle3.verifiers.dequantise import package_file
 from eagle3.verifiers.user_cache import cache_home, cached_sha256
 from eagle3.verifiers.verifier import Verifier, require_window, resolve_verifier
@@ -278,3 +278,18 @@ def test_a_gguf_file_is_dequantised_once_and_says_nothing_about_this_machine() -
     assert prompt_ids(tokenizer, [{"role": "user", "content": "hi"}])[-4:] == tokenizer.encode(
         "<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\0{", b'{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_is_broken_is_refused_in_the_librarys_words(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(content)
+    with pytest.raises(InvalidInput) as error:
+        load_tokenizer(resolve(folder), False)
+    assert error.value.problems[0].code == "no-tokenizer"
+
+
+@pytest.mark.parametrize("declared", ["end", [[1]], [1, "x"], True, {"a": 1}, 1.5])
+def test_an_end_of_turn_that_is_no_token_id_is_refused(folder: Path, declared: object) -> None:
+    edit(folder / "generation_config.json", eos_token_id=declared)
+    with pytest.raises(InvalidInput, match=r"generation_config\.json: eos_token_id"):
+        load_chat(resolve(folder), False)

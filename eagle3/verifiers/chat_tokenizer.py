@@ -11,6 +11,8 @@ from typing import Any
 from eagle3.problems import invalid
 from eagle3.verifiers.verifier import Verifier
 
+GENERATION_CONFIG = "generation_config.json"
+
 
 class TemplateRefusal(Exception):
     """The chat template does not take this conversation (no system role, say)."""
@@ -22,7 +24,7 @@ def load_tokenizer(verifier: Verifier, trust_remote_code: bool) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(verifier.path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # of a broken tokenizer.json tokenizers 0.23.3 raises `Exception` itself
         raise invalid(
             "no-tokenizer",
             f"verifier.source {verifier.source}",
@@ -66,8 +68,7 @@ class Chat:
 
 def load_chat(verifier: Verifier, trust_remote_code: bool) -> Chat:
     tokenizer = load_tokenizer(verifier, trust_remote_code)
-    declared = _generation_config(verifier.path).get("eos_token_id")
-    ends = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    ends = {tokenizer.eos_token_id, *_end_ids(_generation_config(verifier.path), GENERATION_CONFIG)} - {None}
     return Chat(tokenizer, frozenset(ends), verifier.text_config["vocab_size"])
 
 
@@ -99,19 +100,28 @@ def prompt_ids(
 def special_token_ids(tokenizer: Any, verifier: Verifier) -> list[int]:
     """Ascending ids of every special and added token, and of every end-of-turn id that the configs name."""
     ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    for config in (verifier.text_config, verifier.config, _generation_config(verifier.path)):
-        declared = config.get("eos_token_id")
-        ids |= set(declared if isinstance(declared, list) else [declared]) - {None}
-    return sorted(ids)
+    for config in (verifier.text_config, verifier.config):
+        ids |= _end_ids(config, "config.json")
+    return sorted(ids | _end_ids(_generation_config(verifier.path), GENERATION_CONFIG))
+
+
+def _end_ids(config: dict[str, Any], name: str) -> set[int]:
+    """Its `eos_token_id`: one id, a list of them, or none."""
+    declared = config.get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if any(type(token) is not int for token in ids):
+        where, expected = f"the verifier's {name}: eos_token_id", "a token id, or a list of them"
+        raise invalid("verifier-config", where, repr(declared)[:200], expected, f"mend eos_token_id in {name}")
+    return set(ids)
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+        value = json.loads((path / GENERATION_CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise invalid(
-            "verifier-config", str(path / "generation_config.json"), str(error), "JSON", "download the file again"
+            "verifier-config", str(path / GENERATION_CONFIG), str(error), "JSON", "download the file again"
         ) from None
     return value if isinstance(value, dict) else {}
