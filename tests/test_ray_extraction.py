@@ -116,6 +116,7 @@ def test_a_run_that_is_ended_or_killed_leaves_no_process(poisoned, number):
     assert stage.wait(timeout=30) != 0
     _, alive = psutil.wait_procs(every, timeout=20)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    stage.communicate()
 
 
 @pytest.mark.engine
