@@ -92,7 +92,7 @@ def _planned(params: Params, config: Json) -> list[Shard]:
 
     made, extract = read_manifest(SAMPLES, "sample"), params.extract
     layer_ids = stored_layer_ids(extract.aux_layer_ids, config["num_hidden_layers"])
-    origin = {"verifier": made.verifier["sha256"], "layer_ids": layer_ids, "vllm": params.engines.vllm}
+    origin = {"verifier": made.verifier.get("sha256"), "layer_ids": layer_ids, "vllm": params.engines.vllm}
     sizes = len(layer_ids), config["hidden_size"]
     return plan_shards(read_samples(SAMPLES), origin, extract.samples_per_shard, *sizes, extract.store_dtype)
 
