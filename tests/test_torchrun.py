@@ -62,11 +62,19 @@ def test_a_node_joins_only_a_run_that_waits_for_it(tmp_path):
     assert (usage.returncode, usage.stderr.split()[0]) == (2, "usage:")
 
 
-def trained(folder: Path, name: str, total_seq_len: int, *launches: Launch, stop_after: int | None = None) -> dict:
+def trained(
+    folder: Path,
+    name: str,
+    total_seq_len: int,
+    *launches: Launch,
+    stop_after: int | None = None,
+    optimizer: str = "adamw",
+) -> dict:
     """What a run leaves; each launch is an agent of its own, as on a node of its own."""
     place = folder / name
     place.mkdir(exist_ok=True)
     job = {"total_seq_len": total_seq_len, "shards": launches[0].shards, "stop_after": stop_after}
+    job["optimizer"] = optimizer
     (place / "job.json").write_text(json.dumps(job))
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(launches)) as agents:
         patch.chdir(ROOT)
@@ -110,6 +118,18 @@ def test_two_processes_train_what_one_does_with_rows_twice_as_long(runs, one):
 def test_two_processes_with_half_of_the_weights_each_train_what_one_does(dealt_out, one):
     assert dealt_out["settings"]["shards"] is True
     assert_trained_alike(dealt_out, one)
+
+
+@pytest.mark.long
+def test_muon_rounds_otherwise_where_its_matrices_are_dealt_out(runs):
+    """It orthogonalises in bfloat16, which makes rounding of its gradients larger: 5e-5 of the losses, not 1e-5."""
+    one, two = (
+        trained(runs, f"muon_{launch.processes}", size, launch, optimizer="muon")
+        for size, launch in ((128, Launch(1)), (64, Launch(2, shards=True)))
+    )
+    assert [each["name"] for each in two["settings"]["optimizers"]] == ["Muon", "AdamW"]
+    for alone, shared in zip(one["losses"], two["losses"], strict=True):
+        assert shared[:2] == pytest.approx(alone[:2], rel=2e-4)
 
 
 @pytest.mark.long

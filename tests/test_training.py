@@ -23,7 +23,8 @@ from tests.training_inputs import AUX_LAYER_IDS, store_as_fp8, write_hidden_stat
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 PARAMS = read_params(ROOT / "params.yaml")
-TRAIN = replace(PARAMS.train, epochs=2, total_seq_len=128, learning_rate=3e-3)
+ADAMW = {"optimizer": "adamw", "scheduler": "cosine", "warmup_ratio": 0.02}
+TRAIN = replace(PARAMS.train, epochs=2, total_seq_len=128, learning_rate=3e-3, **ADAMW)
 K, SEED = 128, 0
 
 

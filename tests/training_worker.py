@@ -1,7 +1,8 @@
 """One process of a small training in float32: `python -m tests.training_worker FOLDER`, alone or under torchrun.
 
-FOLDER holds `job.json`: total_seq_len, shards, stop_after (steps, or null); `result.pt` is left there. The library's
-own forward in float32 throughout, so that what is compared is the distribution and not the rounding of bfloat16.
+FOLDER holds `job.json`: total_seq_len, optimizer, shards, stop_after (steps, or null); `result.pt` is left there. The
+library's own forward in float32 throughout, so that what is compared is the distribution and not the rounding of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> None:
         stop_after(job["stop_after"])
     torch.set_num_threads(1)
     params = read_params(ROOT / "params.yaml")
-    asked = replace(params.train, epochs=2, total_seq_len=total_seq_len)
+    asked = replace(params.train, epochs=2, total_seq_len=total_seq_len, optimizer=job["optimizer"])
     verifier = resolve_verifier(VerifierParams(str(folder.parent / "verifier"), None, None, False))
     architecture = resolve_architecture(params.draft, verifier.text_config, 320, [1, 3, 5])
     config = training.trainer_config

@@ -176,7 +176,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     """What the library used that params do not name: optimizer constants, steps, its own limits."""
     optimizers = [
         {"name": type(optimizer).__name__, "tensors": sum(len(group["params"]) for group in optimizer.param_groups)}
-        | {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, str, tuple))}
+        | {name: value for name, value in optimizer.defaults.items() if _is_setting(name, value)}
         for optimizer in trainer.optimizers
     ]
     return {
@@ -190,6 +190,11 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         "processes": num_processes(),
         "shards": trainer.config.fsdp_shard,
     }
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """`differentiable` stands among the defaults of a Muon that has been resumed, and only there (torch 2.13)."""
+    return name != "differentiable" and isinstance(value, (int, float, str, tuple))
 
 
 def use_threads(count: int | None) -> None:
