@@ -46,24 +46,28 @@ class Recipe:
         return f"dvc exp run --temp -n recipe-{self.name} {settings}{'' if self.served else ' train'}"
 
 
-LIBRARY = (
-    *("train.optimizer=muon", "train.scheduler=linear", "train.warmup_ratio=0.01"),
-    "draft.sliding_window=2048",
+ADAMW = ("train.optimizer=adamw", "train.scheduler=cosine", "train.warmup_ratio=0.02")
+LIBRARY = ("train.muon_learning_rate=1.0e-3", "draft.sliding_window=2048")
+# Gates of a release that a recipe for comparison need not pass.
+NO_GATES = (
+    *("serve_test.min_acceptance_length=1.0", "serve_test.min_position_0_rate=0.0"),
+    "serve_test.max_gap_to_walk=3.0",
 )
 RECIPES = (
-    Recipe("default", "rows of 512 tokens: twice the steps of 1,024 in the same passes."),
-    Recipe("rows-1024", "the default until 2026-11-30: half the steps.", ("train.total_seq_len=1024",)),
-    Recipe("speculators", "speculators' defaults (below), in rows of 1,024.", ("train.total_seq_len=1024", *LIBRARY)),
+    Recipe("default", "Muon in rows of 1,024 tokens, at four times the library's rate for Muon."),
+    Recipe("muon-2e-3", "at twice the library's rate.", ("train.muon_learning_rate=2.0e-3",), served=False),
+    Recipe("speculators", "speculators' defaults (below), in rows of 1,024.", LIBRARY),
     Recipe(
         "speculators-8192",
         "its default row too: 12 steps a pass.",
-        ("train.total_seq_len=8192", *LIBRARY),
-        served=False,
+        ("train.total_seq_len=8192", *LIBRARY, *NO_GATES),
     ),
+    Recipe("adamw-512", "AdamW, twice the steps; the default before.", ("train.total_seq_len=512", *ADAMW)),
+    Recipe("adamw-1024", "AdamW in rows of 1,024.", ADAMW),
     Recipe(
         "no-norm-before-residual",
-        "the un-normed residual, the only kind that SGLang serves; in rows of 1,024.",
-        ("train.total_seq_len=1024", "draft.norm_before_residual=false"),
+        "the un-normed residual, the only kind that SGLang serves; AdamW in rows of 1,024.",
+        ("draft.norm_before_residual=false", *ADAMW),
     ),
 )
 
