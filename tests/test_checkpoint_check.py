@@ -77,6 +77,13 @@ ENGINES = st.sampled_from(["vllm", "sglang"])
 CHANGES = st.dictionaries(KEYS, VALUES, max_size=4)
 
 
+def test_a_verifiers_dtype_is_said_as_plain_ascii(flat):
+    """It stands in messages, and another's config may hold terminal escapes or half a character."""
+    judge = parse_verifier_config({**VERIFIER, "dtype": "\ud800\x1b[31m"})
+    [problem] = [one for one in check_checkpoint(flat, judge)[0].problems if one.where == "dtype"]
+    assert '"\\ud800\\x1b[31m"' in problem.expected
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from([flatten(NESTED), NESTED, {}]), CHANGES, CHANGES, CHANGES, ENGINES)
 def test_any_config_gives_a_verdict(tmp_path_factory, base, changes, layer, verifier, engine):

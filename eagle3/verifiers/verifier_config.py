@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.formats.json_files import read_json_object, spelled
+from eagle3.formats.json_files import printable, read_json_object, spelled
 from eagle3.problems import InvalidInput, Problem
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings", "num_attention_heads")
@@ -54,7 +54,7 @@ def parse_verifier_config(raw: dict[str, Any]) -> VerifierConfig:
         vocab_size=text.get("vocab_size"),
         num_hidden_layers=text.get("num_hidden_layers"),
         max_position_embeddings=text.get("max_position_embeddings"),
-        dtype=dtype,
+        dtype=dtype and printable(dtype),
         layer_types=tuple(map(str, layer_types)) if isinstance(layer_types, list) else (),
         # the text config's word counts where both have one; transformers' default of most families is false
         tied=text.get("tie_word_embeddings", raw.get("tie_word_embeddings")) is True,
