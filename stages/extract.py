@@ -16,7 +16,7 @@ from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
 from eagle3.states.hidden_states import store_errors
 from eagle3.states.ray_extraction import Job, extract_with_ray
-from eagle3.states.shard_plan import plan_shards
+from eagle3.states.shard_plan import planned_extraction
 from eagle3.states.shard_scratch import check_sizes, clean_scratch, require_space
 from eagle3.states.store_dtypes import FP8
 from eagle3.states.witness import WITNESS, check_parity, first_samples
@@ -40,9 +40,7 @@ def run(stage: Stage) -> None:
         raise invalid("samples", str(SAMPLES), "no sample", "answers of the verifier", fix)
     num_layers, hidden_size = (verifier.text_config[key] for key in ("num_hidden_layers", "hidden_size"))
     layer_ids = stored_layer_ids(params.aux_layer_ids, num_layers)
-    origin = {"verifier": verifier.sha256, "layer_ids": layer_ids, **engines}
-    sizes = len(layer_ids), hidden_size
-    shards = plan_shards(samples, origin, params.samples_per_shard, *sizes, params.store_dtype)
+    shards = planned_extraction(samples, verifier.sha256, verifier.text_config, params, engines["vllm"])
 
     home, folder = stage.shared_scratch, stage.out("data/hidden_states")
     folder.mkdir(parents=True)

@@ -131,8 +131,9 @@ def test_lost_outputs_are_restored_or_said_to_be_lost(copy, base):
     assert "dvc pull vocab-map" in rows["vocab-map"].why[0]
 
 
-def test_new_conversations_run_sample_and_the_note_beside_them_does_not(copy, base):
-    (copy / "data/conversations/README.md").write_text("words for people\n")
+def test_new_conversations_run_sample_and_the_notes_for_people_run_nothing(copy, base):
+    for folder in ("conversations", "questions"):
+        (copy / f"data/{folder}/README.md").write_text("words for people\n")
     assert set(states(base).values()) == {"unchanged"}
     (copy / "data/conversations/more.jsonl").write_text('{"messages": [{"role": "user", "content": "more"}]}\n')
     assert states(base)["sample"] == "runs"

@@ -84,6 +84,7 @@ def train(
         trainer = EpochTrainer(model, config, train_rows, val_rows)
         if device().type == "cpu":
             trainer.device_type = "cpu"  # it falls back to "cuda", where autocast switches itself off
+        settings = _settings(trainer)  # a state that is loaded adds torch's own defaults to them
         trainer.on_epoch = partial(_close_epoch, on_epoch, trainer, whole, params.ttt_steps)
         trainer.go_on(folder, curves, SaveSchedule(save_every))
         # The decorator around run_training answers SIGTERM and SIGINT with a save and a normal return, exit code 0
@@ -92,7 +93,7 @@ def train(
     assert len(curves.epochs) == checkpoints, "the library returned before the last epoch"
     passes = train_rows.positions * params.epochs
     epochs, saving = tuple(curves.epochs), trainer.schedule.seconds
-    return TrainingRun(epochs, trainer.seconds, saving, passes, _settings(trainer))
+    return TrainingRun(epochs, trainer.seconds, saving, passes, settings)
 
 
 def _close_epoch(on_epoch: OnEpoch, trainer: EpochTrainer, whole: Eagle3DraftModel, ttt_steps: int, epoch: int) -> None:
@@ -176,7 +177,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     """What the library used that params do not name: optimizer constants, steps, its own limits."""
     optimizers = [
         {"name": type(optimizer).__name__, "tensors": sum(len(group["params"]) for group in optimizer.param_groups)}
-        | {name: value for name, value in optimizer.defaults.items() if _is_setting(name, value)}
+        | {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, str, tuple))}
         for optimizer in trainer.optimizers
     ]
     return {
@@ -190,11 +191,6 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         "processes": num_processes(),
         "shards": trainer.config.fsdp_shard,
     }
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    """`differentiable` stands among the defaults of a Muon that has been resumed, and only there (torch 2.13)."""
-    return name != "differentiable" and isinstance(value, (int, float, str, tuple))
 
 
 def use_threads(count: int | None) -> None:

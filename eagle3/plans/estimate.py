@@ -18,12 +18,11 @@ from eagle3.checks.expected_tensors import expected_parameters
 from eagle3.closing_table import clock, last_runs
 from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.formats.json_files import printable, read_json_object
-from eagle3.layer_ids import stored_layer_ids
 from eagle3.manifests import read_manifest
 from eagle3.params import Params
 from eagle3.problems import Problem, invalid
 from eagle3.stage_guard import ROOM_FOR_THE_RECORD, scratch_home
-from eagle3.states.shard_plan import Shard, plan_shards
+from eagle3.states.shard_plan import Shard, planned_extraction
 from eagle3.states.shard_scratch import bytes_to_clean, space_problems, writings
 from eagle3.states.store_dtypes import bytes_per_token
 from eagle3.verifiers.verifier_config import parse_verifier_config
@@ -90,11 +89,8 @@ def _planned(params: Params, config: Json) -> list[Shard]:
     """The shards as the stage will plan them, with the verifier that the samples name."""
     from eagle3.sampling.samples import read_samples
 
-    made, extract = read_manifest(SAMPLES, "sample"), params.extract
-    layer_ids = stored_layer_ids(extract.aux_layer_ids, config["num_hidden_layers"])
-    origin = {"verifier": made.verifier.get("sha256"), "layer_ids": layer_ids, "vllm": params.engines.vllm}
-    sizes = len(layer_ids), config["hidden_size"]
-    return plan_shards(read_samples(SAMPLES), origin, extract.samples_per_shard, *sizes, extract.store_dtype)
+    verifier = read_manifest(SAMPLES, "sample").verifier.get("sha256")
+    return planned_extraction(read_samples(SAMPLES), verifier, config, params.extract, params.engines.vllm)
 
 
 def _verifier_config(params: Params, given: Path | None) -> Json:

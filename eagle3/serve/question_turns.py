@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ from tqdm import tqdm
 
 from eagle3.problems import invalid
 from eagle3.serve.questions import Question
-from eagle3.serve.serving import IDLE_SECONDS, TURN, Answer, Client, Prompt
+from eagle3.serve.serving import Answer, Client, Prompt, in_turns
 from eagle3.verifiers.chat_tokenizer import TemplateRefusal
 
 Messages = list[dict[str, str]]
@@ -44,17 +43,18 @@ def ask_questions(clients: Sequence[Client], asked: Asked, limit: int) -> tuple[
     """
     turns: list[Turn] = []
     too_long: list[str] = []
+    block: list[Turn] = []
     with tqdm(total=len(asked.questions), desc="questions", unit="question", disable=not asked.questions) as bar:
-        for first in range(0, len(asked.questions), TURN):
-            block: list[Turn] = []
-            for question in asked.questions[first : first + TURN]:
-                block += _conversation(clients[0], asked, question, limit, too_long)
-                bar.update()
-            for client in clients[1:]:
-                time.sleep(IDLE_SECONDS)
-                block = [replace(turn, other=client.ask(turn.prompt)) for turn in block]
-                time.sleep(IDLE_SECONDS)
-            turns += block
+        for server, questions in in_turns(len(clients), asked.questions, mirrored=False):
+            if server:
+                block = [replace(one, other=clients[server].ask(one.prompt)) for one in block]
+            else:
+                block = []
+                for question in questions:
+                    block += _conversation(clients[0], asked, question, limit, too_long)
+                    bar.update()
+            if server == len(clients) - 1:
+                turns += block
     return turns, too_long
 
 

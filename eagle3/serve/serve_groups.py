@@ -187,7 +187,7 @@ def detail_lines(report: Report) -> list[str]:
         lines += [
             f"  {row['num_speculative_tokens']} drafted a round   acceptance length {row['acceptance_length']:.3f}, "
             f"{row['tokens_per_second']} tokens/s, {row['speed_up']} times"
-            f"{', the fastest here' if row['num_speculative_tokens'] == fastest else ''}"
+            f"{', the fastest here, one server after the other' if row['num_speculative_tokens'] == fastest else ''}"
             for row in report["speed_by_drafts"]
         ]
     return lines

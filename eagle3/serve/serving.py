@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from openai import APIError, DefaultHttpxClient, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +24,7 @@ from eagle3.problems import InvalidInput, invalid
 from eagle3.serve.vllm_command import ServerSettings
 from eagle3.serve.vllm_server import Server, vllm_servers
 
+Item = TypeVar("Item")
 COUNTER_PREFIX = "vllm:spec_decode_num_"
 REQUEST_TIMEOUT_SECONDS = 600.0
 CHAT_TOKENS = 8
@@ -229,27 +230,36 @@ def opened_clients(wanted: Sequence[tuple[ServerSettings, Path]], greeting: list
         yield clients
 
 
+def in_turns(servers: int, asked: Sequence[Item], mirrored: bool = True) -> Iterator[tuple[int, Sequence[Item]]]:
+    """`TURN` of `asked` at a time to each server, so that whatever else the machine does meets all of them alike.
+
+    A server that has just answered is waited for before the next one is asked. mirrored: 0 1, 1 0, 0 1 ..., else always
+    from the first to the last.
+    """
+    busy = servers - 1
+    for first in range(0, len(asked), TURN):
+        order = range(servers)
+        for turn in reversed(order) if mirrored and first // TURN % 2 else order:
+            if turn != busy:
+                time.sleep(IDLE_SECONDS)
+            busy = turn
+            yield turn, asked[first : first + TURN]
+
+
 def ask_in_turns(
     clients: Sequence[Client], prompts: Sequence[Prompt], label: str
 ) -> list[tuple[list[Answer], Counters]]:
     """Per client: one answer per prompt, in order, after a warm-up; and what its server counted meanwhile.
 
-    Several take turns, `TURN` prompts each, in the order 0 1, 1 0, 0 1 ..., so that whatever else the machine does
-    meets all of them alike.
+    Several take turns, in the order 0 1, 1 0, 0 1 ....
     """
     before = [client.warm_up(prompts[0]) for client in clients]
     answers: list[list[Answer]] = [[] for _ in clients]
-    busy = len(clients) - 1
     with tqdm(total=len(clients) * len(prompts), desc=label, unit="prompt") as bar:
-        for first in range(0, len(prompts), TURN):
-            order = range(len(clients)) if first % (2 * TURN) == 0 else reversed(range(len(clients)))
-            for turn in order:
-                if turn != busy:
-                    time.sleep(IDLE_SECONDS)
-                busy = turn
-                for prompt in prompts[first : first + TURN]:
-                    answers[turn].append(clients[turn].ask(prompt))
-                    bar.update()
+        for turn, block in in_turns(len(clients), prompts):
+            for prompt in block:
+                answers[turn].append(clients[turn].ask(prompt))
+                bar.update()
     counted = [client.counted(given, start) for client, given, start in zip(clients, answers, before, strict=True)]
     return list(zip(answers, counted, strict=True))
 

@@ -17,6 +17,8 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from eagle3.formats.safetensors_headers import num_bytes, write_header
+from eagle3.layer_ids import stored_layer_ids
+from eagle3.params import ExtractParams
 from eagle3.states.store_dtypes import BFLOAT16, FP8, STORE_DTYPES, bytes_per_token
 
 FORMAT = 1
@@ -95,6 +97,19 @@ class Shard:
     @property
     def bytes_per_token(self) -> int:
         return bytes_per_token(self.store_dtype, self.num_states, self.hidden_size)
+
+
+def planned_extraction(
+    samples: Sequence[StoredSample], verifier: str | None, config: dict[str, Any], extract: ExtractParams, vllm: str
+) -> list[Shard]:
+    """The shards of one run of extract; what is named here makes up their keys.
+
+    verifier: its sha256; config: its text config; vllm: the version.
+    """
+    layer_ids = stored_layer_ids(extract.aux_layer_ids, config["num_hidden_layers"])
+    origin = {"verifier": verifier, "layer_ids": layer_ids, "vllm": vllm}
+    sizes = len(layer_ids), config["hidden_size"]
+    return plan_shards(samples, origin, extract.samples_per_shard, *sizes, extract.store_dtype)
 
 
 def plan_shards(
