@@ -55,6 +55,16 @@ def counting_verifier(path: Path) -> Path:
     return path
 
 
+def tied_verifier(path: Path) -> Path:
+    """The same, but its head gives token 102 the logit of token 101: after 100 both are the best."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(counting_verifier(path) / "model.safetensors")
+    tensors["lm_head.weight"][102] = tensors["lm_head.weight"][101]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
 def counting_draft(path: Path, verifier: Path) -> Path:
     """A flat checkpoint for the verifier above, as `flatten` writes it."""
     import torch

@@ -2,7 +2,8 @@
 
 qwen3        norms on queries and keys
 deepseek_v3  latent attention (the latent sizes of the real ones: other sizes were not tried) and routed experts
-kimi_k25     the same as `text_config` of a multimodal config, under the tensor names of Kimi-K2.5
+kimi_k2      the same under the type that Kimi-K2's config.json names, which transformers 5.19 does not know
+kimi_k25     that as `text_config` of a multimodal config, under the tensor names of Kimi-K2.5
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 from tests.tiny import tiny_tokenizer
 
-SHAPES = ("qwen3", "deepseek_v3", "kimi_k25")
 # Latent attention says nothing about the heads of a draft.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
@@ -52,6 +52,9 @@ def shaped_verifier(path: Path, shape: str) -> Path:
     _still(model)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    if shape == "kimi_k2":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
     if shape == "kimi_k25":
         _as_published(path)
     return path
@@ -74,7 +77,7 @@ def _model(shape: str, tokenizer: Any) -> Any:
     if shape == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values, num_key_value_heads=2, head_dim=32))
     text = transformers.DeepseekV3Config(**values, num_key_value_heads=4, **LATENT, **EXPERTS)
-    if shape == "deepseek_v3":
+    if shape in ("deepseek_v3", "kimi_k2"):
         return transformers.DeepseekV3ForCausalLM(text)
     outer = {"image_token_id": 0, "projection_hidden_size": VISION["hidden_size"], "tie_word_embeddings": False}
     config = transformers.Kimi_K25Config(text_config=text.to_dict(), vision_config=VISION, **outer)
@@ -113,6 +116,7 @@ def _as_published(path: Path) -> None:
 
     config = json.loads((path / "config.json").read_text())
     config |= {"architectures": ["KimiK25ForConditionalGeneration"], **OUTER}
+    config["text_config"]["model_type"] = "kimi_k2"
     (path / "config.json").write_text(json.dumps(config))
     tensors = load_file(path / "model.safetensors")
     for saved, published in PUBLISHED.items():

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.serve.greedy_ties import TIE_STEPS, Difference, Judgement, bf16_step, first_difference, judge
-from tests.counting import counting_verifier, successor
+from eagle3.serve.greedy_ties import (
+    TIE_STEPS,
+    Difference,
+    Judgement,
+    bf16_step,
+    first_difference,
+    judge,
+    reference_forward,
+)
+from tests.counting import successor, tied_verifier
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
@@ -51,19 +59,13 @@ def test_an_answer_that_only_one_side_ended_is_no_tie():
 
 @pytest.fixture(scope="module")
 def verifier(tmp_path_factory):
-    """The counting verifier, whose head gives token 102 the logit of token 101: after 100 both are the best."""
-    from safetensors.torch import load_file, save_file
-
-    path = counting_verifier(tmp_path_factory.mktemp("verifier"))
-    tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.weight"][102] = tensors["lm_head.weight"][101]
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
+    return tied_verifier(tmp_path_factory.mktemp("verifier"))
 
 
 def test_a_forward_tells_a_tie_from_a_fault(verifier):
     assert successor(100) == 101
-    tie, fault = judge(verifier, [Difference("a", [60, 100], 1, (101, 102)), Difference("b", [60, 100], 1, (101, 5))])
+    differences = [Difference("a", [60, 100], 1, (101, 102)), Difference("b", [60, 100], 1, (101, 5))]
+    tie, fault = judge(differences, reference_forward(verifier, False))
     assert tie.is_tie
     assert tie.steps_below_top == (0.0, 0.0)
     assert not fault.is_tie
@@ -72,5 +74,11 @@ def test_a_forward_tells_a_tie_from_a_fault(verifier):
     assert fault.as_dict()["top_logit"] == tie.top_logit > 5
 
 
-def test_without_differences_no_model_is_loaded(tmp_path):
-    assert judge(tmp_path / "nothing", []) == []
+def test_where_a_grammar_chose_the_top_is_that_of_the_two_tokens():
+    [fault] = judge([Difference("a", [1], 0, (5, 6), constrained=True)], lambda context, tokens: (20.0, [8.0, 7.0]))
+    assert (fault.top_logit, fault.steps_below_top) == (8.0, (0.0, 16.0))
+
+
+def test_the_logits_are_those_of_the_tokens_that_were_said():
+    ended = judge([Difference("a", [1], 0, (None, 6))], lambda context, tokens: (8.0, [7.875 for _ in tokens]))
+    assert ended[0].steps_below_top == (None, 2.0)

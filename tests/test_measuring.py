@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from eagle3.machine import DEFAULT, Machine
 from eagle3.serve import measuring, serving
-from eagle3.serve.measuring import Plan, apart, measure
+from eagle3.serve.greedy_ties import Difference, bf16_step
+from eagle3.serve.measuring import Judged, Plan, apart, judged, measure
 from eagle3.serve.question_turns import Asked
-from eagle3.serve.serving import GREETING, Prompt, ask_in_turns
+from eagle3.serve.serving import GREETING, Prompt, ask_in_turns, opened_clients
 from eagle3.serve.vllm_command import ServerSettings
 from eagle3.verifiers.chat_tokenizer import prompt_ids
-from tests.counting import answer_to, counting_draft, counting_verifier
+from tests.counting import answer_to, counting_draft, counting_verifier, tied_verifier
 from tests.test_serve_test_stage import right, sample
 from tests.tiny import tiny_tokenizer
+
+GREETED = prompt_ids(tiny_tokenizer(), [{"role": "user", "content": GREETING}])
 
 
 def settings(path: Path, **machine: int) -> ServerSettings:
@@ -65,18 +70,36 @@ def test_servers_take_turns_and_the_first_of_a_block_is_the_last_of_the_one_befo
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_where_transformers_cannot_compute_the_verifier_its_own_server_judges(tmp_path):
+    """The server gives the logits of the reference, to a rounding of bf16: the same tie, the same fault."""
+    verifier = tied_verifier(tmp_path / "verifier")
+    parted = [Difference("a", [60, 100], 1, (101, 102)), Difference("b", [60, 100], 1, (101, 5))]
+    unknown = shutil.copytree(verifier, tmp_path / "unknown")
+    (unknown / "config.json").write_text(json.dumps({"model_type": "another"}))
+    with opened_clients([(settings(verifier), tmp_path / "server.log")], GREETED) as [alone]:
+        expected = judged(alone, settings(verifier), parted)
+        found = judged(alone, settings(unknown), parted)
+    assert expected.by == "transformers, float32"
+    assert "the server without the draft, for there is no reference: ValueError" in found.by
+    for one, other in zip(found.differences, expected.differences, strict=True):
+        assert one.is_tie == other.is_tie == (one.sample_id == "a")
+        assert one.top_logit == pytest.approx(other.top_logit, abs=bf16_step(other.top_logit))
+        assert one.steps_below_top == pytest.approx(other.steps_below_top, abs=2)
+
+
+@pytest.mark.engine
 @pytest.mark.long
 def test_where_one_server_fits_they_are_measured_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "available_memory", lambda: 0)
     verifier = counting_verifier(tmp_path / "verifier")
     draft = counting_draft(tmp_path / "draft", verifier)
     rows = [sample(number, [1, 60, 61, last]) for number, last in enumerate((5, 100))]
-    greeting = prompt_ids(tiny_tokenizer(), [{"role": "user", "content": GREETING}])
-    plan = Plan(rows, Asked([], lambda _: [], str, 256), 24, greeting, [], False)
+    plan = Plan(rows, Asked([], lambda _: [], str, 256), 24, GREETED, [], False)
     served = ServerSettings(verifier, 256, DEFAULT, False, draft, 3)
     measured = measure(served, plan, {one.sample_id: right(one) for one in rows}, tmp_path)
     assert measured.order == "one after the other (two do not fit into memory)"
     assert [one.token_ids for one in measured.with_draft] == [answer_to(last, 24) for last in (5, 100)]
     assert [one.token_ids for one in measured.without_draft] == measured.sampled
     assert measured.counted.rounds > 0
-    assert not measured.judgements
+    assert measured.judged == Judged([], "")

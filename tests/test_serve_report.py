@@ -12,7 +12,7 @@ from eagle3.manifests import Manifest
 from eagle3.params import ServeTestParams
 from eagle3.problems import InvalidInput
 from eagle3.serve.greedy_ties import Judgement
-from eagle3.serve.measuring import Measured
+from eagle3.serve.measuring import Judged, Measured
 from eagle3.serve.serve_report import (
     acceptance_csv,
     build_report,
@@ -40,9 +40,8 @@ def measured(sampled: list[list[int]] | None = None, judgements: tuple[Judgement
     sampled = [one.token_ids for one in answers] if sampled is None else sampled
     counted = acceptance_of_counts(ONE.accepted + TWO.accepted, 2)
     prompts = [Prompt("a", [1, 2], 12), Prompt("b", [1, 2], 12)]
-    return Measured(
-        prompts, answers, slower, sampled, list(judgements), counted, right, 2, [], [], {}, None, {}, "in turns"
-    )
+    judged = Judged(list(judgements), "transformers, float32")
+    return Measured(prompts, answers, slower, sampled, judged, counted, right, 2, [], [], {}, None, {}, "in turns")
 
 
 def report_of(*arguments, walk: Acceptance = WALK):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,22 @@ def test_the_model_has_exactly_the_architecture_asked_for(verifier, data):
     )
     assert config.transformer_layer_config.layer_types == ["sliding_attention"] * 2
     assert config.eagle_aux_hidden_state_layer_ids == AUX_LAYER_IDS
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_verifier_of_a_type_that_transformers_does_not_know_is_read_all_the_same(
+    nested, tmp_path, architecture, verifier, data, model
+):
+    path = tiny_verifier(tmp_path / "verifier")
+    config = json.loads((path / "config.json").read_text()) | {"model_type": f"of_its_own_{nested}"}
+    config["auto_map"] = {"AutoConfig": "code_that_is_not_run.Config"}
+    written = {**{k: config[k] for k in ("model_type", "architectures", "auto_map")}, "text_config": config}
+    (path / "config.json").write_text(json.dumps(written if nested else config))
+    unknown = resolve_verifier(VerifierParams(str(path), None, None, False))
+    built = build_draft(architecture, unknown, read_vocabulary(data / "vocab_map", architecture), 3, SEED)
+    assert built.config.speculators_config.verifier.architectures == ["LlamaForCausalLM"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(built.state_dict()[name], tensor)
 
 
 def test_a_verifier_without_its_own_head_is_refused(tmp_path, architecture, data):

@@ -15,7 +15,7 @@ from tests.shapes import draft_heads, shaped_verifier
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("shape", ["deepseek_v3", "kimi_k25"])
+@pytest.mark.parametrize("shape", ["deepseek_v3", "kimi_k2", "kimi_k25"])
 def test_latent_attention_comes_as_far_as_the_cpu_build_serves_a_draft_with_it(shape, tmp_path):
     """Every stage but the server, under a nested config too; vLLM's own words say why (README, known limits)."""
     folder = make_repository(tmp_path, partial(shaped_verifier, shape=shape))

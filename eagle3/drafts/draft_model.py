@@ -11,14 +11,15 @@ import torch
 from loguru import logger as loguru_logger
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.utils.loading import _resolve_key, list_checkpoint_keys
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from eagle3.drafts.cpu_draft import CpuEagle3DraftModel
 from eagle3.drafts.draft_architecture import DraftArchitecture
 from eagle3.drafts.draft_walk import Draft
 from eagle3.drafts.vocab_map import read_vocab_map
 from eagle3.problems import InvalidInput, Problem
-from eagle3.verifiers.verifier import Verifier
+from eagle3.verifiers.verifier import Verifier, text_config
 
 # PreTrainedModel draws weights with this standard deviation, whatever the layer's config says (transformers 5.19).
 INITIAL_STD = 0.02
@@ -60,6 +61,7 @@ def build_draft(
     embedding and a missing final norm by ones (speculators 0.9.0 model.py:166, utils/loading.py); both are refused.
     """
     _require_verifier_tensors(verifier)
+    _register_type(verifier.config["model_type"])
     loguru_logger.disable("speculators.utils.loading")  # says at INFO and WARNING which file it opens
     torch.manual_seed(seed)
     d2t_K, t2d_V = vocabulary or (None, None)
@@ -144,6 +146,20 @@ def _require_verifier_tensors(verifier: Verifier) -> None:
     ]
     if problems:
         raise InvalidInput(*problems)
+
+
+class _AsWritten(PreTrainedConfig):
+    """The values of a config.json, those of the language model where it is nested."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict(text_config(config_dict), **kwargs)
+
+
+def _register_type(model_type: str) -> None:
+    """The library asks transformers for the verifier's hidden size and layers: also of a type that is not there."""
+    if model_type not in CONFIG_MAPPING:  # kimi_k2, and what comes with code of its own
+        AutoConfig.register(model_type, type("AsWritten", (_AsWritten,), {"model_type": model_type}))
 
 
 def _own_tensor(key: str | None) -> bool:

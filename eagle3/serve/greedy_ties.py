@@ -8,7 +8,7 @@ difference both tokens must lie within `TIE_STEPS` bf16 steps of the top logit i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 # below the top (47 within 2); a fault lies tens of steps below.
 TIE_STEPS = 3
 BF16_FRACTION_BITS = 7
+# (token ids, further ids) -> the top logit of the token that follows the first ones, and those of the further ids.
+Forward = Callable[[Sequence[int], Sequence[int]], tuple[float, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -78,30 +80,37 @@ def bf16_step(value: float) -> float:
     return 2.0 ** (math.frexp(value)[1] - 1 - BF16_FRACTION_BITS)
 
 
-def judge(verifier: Path, differences: Iterable[Difference], trust_remote_code: bool = False) -> list[Judgement]:
-    """Each difference against a teacher-forced forward of transformers over the bf16 weights, computed in float32.
+def judge(differences: Sequence[Difference], forward: Forward) -> list[Judgement]:
+    """Each difference against a teacher-forced forward over the tokens before it."""
+    return [
+        _judgement(one, *forward(one.context, [token for token in one.tokens if token is not None]))
+        for one in differences
+    ]
 
-    A forward in bf16 would add a rounding of its own: of 50 differences on a CPU whose products of one row and of four
-    rows round differently, one lay 3 steps apart in it.
+
+def reference_forward(verifier: Path, trust_remote_code: bool) -> Forward:
+    """A forward of transformers over the bf16 weights, computed in float32; `NoReference` where there is none.
+
+    One in bf16 would add a rounding of its own: of 50 differences on a CPU whose products of one row and of four rows
+    round differently, one lay 3 steps apart in it.
     """
-    differences = list(differences)
-    if not differences:
-        return []
     import torch
 
     from eagle3.verifiers.reference_model import load_reference
 
     model = load_reference(verifier, trust_remote_code)
-    judged = []
-    for difference in differences:
-        with torch.inference_mode():
-            last = model(torch.tensor([difference.context]), use_cache=False, logits_to_keep=1).logits[0, -1]
-        judged.append(_judgement(difference, last.float().tolist()))
-    return judged
+
+    @torch.inference_mode()
+    def forward(context: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
+        logits_V = model(torch.tensor([context]), use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        return float(logits_V.max()), logits_V[list(tokens)].tolist()
+
+    return forward
 
 
-def _judgement(difference: Difference, logits_V: list[float]) -> Judgement:
-    said = [logits_V[token] for token in difference.tokens if token is not None]
-    top = max(said if difference.constrained and said else logits_V)
-    steps = [None if token is None else (top - logits_V[token]) / bf16_step(top) for token in difference.tokens]
+def _judgement(difference: Difference, top: float, said: Sequence[float]) -> Judgement:
+    if difference.constrained and said:
+        top = max(said)
+    logits = iter(said)
+    steps = [None if token is None else (top - next(logits)) / bf16_step(top) for token in difference.tokens]
     return Judgement(difference.sample_id, difference.index, difference.tokens, top, (steps[0], steps[1]))

@@ -10,11 +10,12 @@ from pathlib import Path
 from eagle3.acceptance import Acceptance, Round, acceptance_of, walk, without_loops
 from eagle3.machine import available_memory
 from eagle3.sampling.samples import Sample
-from eagle3.serve.greedy_ties import Difference, Judgement, first_difference, judge
+from eagle3.serve.greedy_ties import Difference, Judgement, first_difference, judge, reference_forward
 from eagle3.serve.question_turns import Asked, Turn, ask_again, ask_questions
 from eagle3.serve.serving import TURN, Answer, Client, Counters, Prompt, ask_in_turns, opened_clients
 from eagle3.serve.suite import Suite, differences, run_suite
 from eagle3.serve.vllm_command import ServerSettings, num_gpus, num_ranks, server_memory
+from eagle3.verifiers.reference_model import NoReference
 
 NAMES = "with_draft", "without_draft"
 Wanted = tuple[ServerSettings, Path]
@@ -41,6 +42,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """Where the two servers' greedy answers part, and who computed the logits that judge it, as words."""
+
+    differences: list[Judgement]
+    by: str
+
+
+@dataclass(frozen=True)
 class Measured:
     """One run: prompts, their answers by both servers and in data/samples, and the judged differences between servers.
 
@@ -54,7 +63,7 @@ class Measured:
     with_draft: list[Answer]
     without_draft: list[Answer]
     sampled: list[list[int]]
-    judgements: list[Judgement]
+    judged: Judged
     counted: Acceptance
     right: dict[str, list[int]]
     k: int
@@ -113,33 +122,26 @@ def measure(settings: ServerSettings, plan: Plan, right: dict[str, list[int]], l
     alone = replace(settings, draft=None, num_speculative_tokens=0)
     both = (settings, logs / "with_draft.log"), (alone, logs / "without_draft.log")
     why_apart = apart(settings)
-    served, other = _one_by_one(both, plan, figures) if why_apart else _in_turns(both, plan, figures)
+    served, other, judged = _one_by_one(both, plan, figures) if why_apart else _in_turns(both, plan, figures)
     sweep = {}
     for k in plan.sweep:
         more = replace(settings, num_speculative_tokens=k), logs / f"{k}_drafts.log"
         with opened_clients([more], plan.greeting) as clients:
             [(sweep[k], _)] = _ask(clients, plan, [f"{k}_drafts"], figures)
     sampled = [one.input_ids[one.num_prompt :] for one in plan.samples]
-    pairs = [
-        *zip(plan.prompts, other.answers, served.answers, strict=True),
-        *((turn.prompt, turn.other, turn.answer) for turn in other.turns),
-    ]
-    suites = (served.suite, other.suite) if served.suite and other.suite else None
-    parted = [*filter(None, map(_parting, pairs)), *(differences(*suites) if suites else [])]
-    judgements = judge(settings.verifier, parted, settings.trust_remote_code)
     return Measured(
         prompts=plan.prompts,
         with_draft=served.answers,
         without_draft=other.answers,
         sampled=sampled,
-        judgements=judgements,
+        judged=judged,
         counted=served.counters.acceptance,
         right=right,
         k=settings.num_speculative_tokens,
         turns=other.turns,
         too_long=served.too_long,
         sweep=sweep,
-        suites=suites,
+        suites=(served.suite, other.suite) if served.suite and other.suite else None,
         figures=figures,
         order=f"one after the other ({why_apart})" if why_apart else f"in turns of {TURN} prompts",
     )
@@ -156,15 +158,16 @@ def apart(settings: ServerSettings) -> str:
     return "" if 2 * server_memory(settings) <= available_memory() else "two do not fit into memory"
 
 
-def _in_turns(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served]:
+def _in_turns(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served, Judged]:
     with opened_clients(both, plan.greeting) as clients:
         (answers, counters), (others, _) = _ask(clients, plan, NAMES, figures)
         turns, too_long = ask_questions(clients, plan.questions, plan.limit)
         served = Served(answers, counters, turns, too_long, _suite(clients[0], plan))
-        return served, replace(served, answers=others, suite=_suite(clients[1], plan, served.suite))
+        other = replace(served, answers=others, suite=_suite(clients[1], plan, served.suite))
+        return served, other, judged(clients[1], both[1][0], _parted(plan.prompts, served, other))
 
 
-def _one_by_one(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served]:
+def _one_by_one(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served, Judged]:
     with opened_clients(both[:1], plan.greeting) as clients:
         [(answers, counters)] = _ask(clients, plan, NAMES[:1], figures)
         turns, too_long = ask_questions(clients, plan.questions, plan.limit)
@@ -172,7 +175,8 @@ def _one_by_one(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, floa
     with opened_clients(both[1:], plan.greeting) as clients:
         [(others, _)] = _ask(clients, plan, NAMES[1:], figures)
         turns = ask_again(clients[0], turns)
-        return served, replace(served, answers=others, turns=turns, suite=_suite(clients[0], plan, served.suite))
+        other = replace(served, answers=others, turns=turns, suite=_suite(clients[0], plan, served.suite))
+        return served, other, judged(clients[0], both[1][0], _parted(plan.prompts, served, other))
 
 
 def _suite(client: Client, plan: Plan, served: Suite | None = None) -> Suite | None:
@@ -191,6 +195,25 @@ def _ask(
     return found
 
 
-def _parting(asked: tuple[Prompt, Answer, Answer]) -> Difference | None:
-    prompt, other, answer = asked
-    return first_difference(prompt.sample_id, prompt.input_ids, (other.token_ids, answer.token_ids))
+def _parted(prompts: Sequence[Prompt], served: Served, other: Served) -> list[Difference]:
+    asked = [
+        *zip(prompts, other.answers, served.answers, strict=True),
+        *((turn.prompt, turn.other, turn.answer) for turn in other.turns),
+    ]
+    found = (
+        first_difference(prompt.sample_id, prompt.input_ids, (without.token_ids, with_it.token_ids))
+        for prompt, without, with_it in asked
+    )
+    suites = differences(served.suite, other.suite) if served.suite and other.suite else []
+    return [*filter(None, found), *suites]
+
+
+def judged(alone: Client, settings: ServerSettings, parted: Sequence[Difference]) -> Judged:
+    """By the server without a draft where there is no reference: 1T weights in float32 are 4 TB."""
+    if not parted:
+        return Judged([], "")
+    try:
+        forward, by = reference_forward(settings.verifier, settings.trust_remote_code), "transformers, float32"
+    except NoReference as why:
+        forward, by = alone.next_logits, f"the server without the draft, for there is no reference: {why}"
+    return Judged(judge(parted, forward), by)

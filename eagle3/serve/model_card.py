@@ -91,7 +91,7 @@ def _measured(provenance: Json) -> str:
         ("seconds to the first token with the draft, median", f"{speed['first_token_seconds_with_draft']:.3f}"),
         ("seconds to the first token without it, median", f"{speed['first_token_seconds_without_draft']:.3f}"),
         ("greedy answers equal with and without the draft", f"{greedy['equal']} of {greedy['answers']}"),
-        ("of the others, near-ties in bf16", f"{greedy['ties']}"),
+        (f"of the others, near-ties in bf16{_judged_by(greedy)}", f"{greedy['ties']}"),
     ]
     table = "".join(f"| {name} | {value} |\n" for name, value in rows)
     return (
@@ -102,6 +102,10 @@ def _measured(provenance: Json) -> str:
         f"| what | value |\n|---|---|\n{table}\n"
         f"Gates passed: {', '.join(sorted(report['gates']))}. {_engine_level(provenance)}\n"
     )
+
+
+def _judged_by(greedy: Json) -> str:
+    return f" (judged by {greedy['judged_by']})" if greedy["judged_by"] else ""
 
 
 def _engine_level(provenance: Json) -> str:

@@ -18,8 +18,7 @@ from eagle3.atomic_files import write_json
 from eagle3.manifests import Manifest
 from eagle3.params import ServeTestParams
 from eagle3.problems import InvalidInput, Problem, invalid
-from eagle3.serve.greedy_ties import Judgement
-from eagle3.serve.measuring import Measured
+from eagle3.serve.measuring import Judged, Measured
 from eagle3.serve.serve_groups import (
     by_context_length,
     detail_lines,
@@ -62,7 +61,7 @@ def build_report(measured: Measured, walk: Report, walk_without_loops: Report) -
         "against_walk": _against_walk(measured.against_walk()),
         "by_context_length": by_context_length(measured.rounds(), k),
         "samples_reproduced": {"prompts": reproduced, "share": round(reproduced / num_prompts, 6)},
-        "greedy": _greedy(measured.judgements, measured.num_compared),
+        "greedy": _greedy(measured.judged, measured.num_compared),
         "questions": questions_report(measured.turns, measured.too_long, k),
         "suite": suite_report(*measured.suites, k) if measured.suites else None,
         "speed": speed_report(measured.with_draft, measured.without_draft, measured.order),
@@ -82,15 +81,16 @@ def _against_walk(pairs: Sequence[tuple[Acceptance, Acceptance]]) -> Report:
     }
 
 
-def _greedy(judgements: Sequence[Judgement], num_answers: int) -> Report:
-    ties = sum(judgement.is_tie for judgement in judgements)
+def _greedy(judged: Judged, num_answers: int) -> Report:
+    parted, ties = len(judged.differences), sum(one.is_tie for one in judged.differences)
     return {
         "answers": num_answers,
-        "equal": num_answers - len(judgements),
+        "equal": num_answers - parted,
         "ties": ties,
-        "faults": len(judgements) - ties,
+        "faults": parted - ties,
         "tie_fraction": round(ties / num_answers, 6),
-        "differences": [judgement.as_dict() for judgement in judgements],
+        "judged_by": judged.by,
+        "differences": [one.as_dict() for one in judged.differences],
     }
 
 
@@ -220,6 +220,7 @@ def report_lines(report: Report) -> str:
             f"{against['acceptance_length']:.3f}, walk {against['walk_acceptance_length']:.3f}, {gap}",
             f"greedy answers        {greedy['equal']} equal with and without the draft, {greedy['ties']} near-ties, "
             f"{greedy['faults']} faults; {report['samples_reproduced']['prompts']} as in data/samples",
+            *([f"  judged by           {greedy['judged_by']}"] if greedy["judged_by"] else []),
             f"tokens/s              {speed['tokens_per_second_with_draft']} with the draft, "
             f"{speed['tokens_per_second_without_draft']} without: {speed['speed_up']} times "
             f"(95%: {speed['speed_up_interval_95'][0]:.2f} to {speed['speed_up_interval_95'][1]:.2f})",

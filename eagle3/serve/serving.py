@@ -128,6 +128,26 @@ class Client:
         except (APIError, OSError) as error:
             raise self.server.failure(f"{concurrency} requests at once", error) from error
 
+    def next_logits(self, context: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
+        """The top logit of the token after `context`, and the logits of `tokens`, in the server's own dtype.
+
+        Of a server without a draft alone: it was started to answer with logits where log-probabilities are asked for.
+        """
+        try:
+            reply = self.openai.completions.create(
+                model=self.server.name,
+                prompt=list(context),
+                max_tokens=1,
+                temperature=0.0,
+                logprobs=0,
+                extra_body={"logprob_token_ids": list(tokens), "return_tokens_as_token_ids": True},
+            )
+        except (APIError, OSError) as error:
+            raise self.server.failure(f"the logits after {len(context)} tokens", error) from error
+        found = reply.model_dump()["choices"][0]["logprobs"]
+        logits = found["top_logprobs"][0]
+        return found["token_logprobs"][0], [logits[f"token_id:{token}"] for token in tokens]
+
     def _answer(self, prompt: Prompt, temperature: float) -> Answer:
         start = time.perf_counter()
         tokens: list[int] = []

@@ -58,6 +58,8 @@ def server_command(settings: ServerSettings, name: str, port: int) -> list[str]:
     if settings.draft is not None:
         draft = speculative_config(str(settings.draft.absolute()), settings.num_speculative_tokens)
         command += ["--speculative-config", draft, "--per-request-spec-decode-metrics", "detailed"]
+    else:
+        command += ["--logprobs-mode", "raw_logits"]  # for Client.next_logits; without logprobs nothing is computed
     return command
 
 

@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle3.formats.json_files import read_json_object
-from eagle3.machine import available_memory
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.hidden_states import SampleStates, map_shard, sample_states
 from eagle3.states.shard_plan import Shard
 from eagle3.states.store_dtypes import BFLOAT16, FP8
-from eagle3.verifiers.reference_model import load_reference
-from eagle3.verifiers.verifier import text_config
+from eagle3.verifiers.reference_model import NoReference, load_reference
 
 # Relative error of a layer's states: the norm of the difference over the norm of the witness, over all tokens of a
 # sample but the first, whose state is often a hundred times as large as all others and would hide them.
@@ -161,29 +158,13 @@ def _decoder(model: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
 
 
 def _witness(verifier: Path, trust_remote_code: bool) -> Any:
-    weights = sum(path.stat().st_size for path in verifier.glob("*.safetensors"))
-    needed, free = weights * _growth(verifier), available_memory()
-    if needed > free:
-        raise invalid(
-            "no-witness",
-            "extract.parity_samples",
-            f"{free / 1e9:.1f} GB of memory available",
-            f"{needed / 1e9:.1f} GB for the verifier in float32",
-            "dvc exp run -S extract.parity_samples=0 (the check of answered tokens still runs)",
-        )
     try:
         return load_reference(verifier, trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except NoReference as why:
         raise invalid(
             "no-witness",
             "extract.parity_samples",
-            f"{type(error).__name__}: {' '.join(str(error).split())[:600]}",
-            "a verifier that transformers loads as a causal language model",
+            why.found,
+            why.expected,
             "dvc exp run -S extract.parity_samples=0 (the check of answered tokens still runs)",
-        ) from error
-
-
-def _growth(verifier: Path) -> int:
-    """Bytes in float32 for one byte of the files: 2 where they hold bf16; up to 8 where they hold packed integers."""
-    config = read_json_object(verifier / "config.json").value
-    return 8 if "quantization_config" in {**config, **text_config(config)} else 2
+        ) from why
