@@ -124,6 +124,16 @@ def test_a_download_that_was_cut_off_is_told_before_an_engine_reads_it(folder: P
     weights.unlink()
     weights.mkdir()
     assert [code for code, _ in problems_of(folder)] == ["broken-safetensors"]
+    weights.rmdir()
+    os.mkfifo(weights)
+    assert [code for code, _ in problems_of(folder)] == ["broken-safetensors"]
+
+
+def test_a_damaged_header_is_told_before_an_engine_reads_it(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'{"', b"{#", 1))
+    with pytest.raises(InvalidInput, match=f"ERROR unreadable-json: {weights}"):
+        resolve(folder)
 
 
 def test_pickled_weights_and_lfs_pointers_are_no_weights(folder: Path) -> None:

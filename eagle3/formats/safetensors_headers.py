@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from eagle3.formats.json_files import RepeatedKey, parse_json_object, printable, spelled
@@ -21,7 +22,6 @@ from eagle3.problems import InvalidInput, Problem, invalid
 MAX_HEADER_BYTES = 16 << 20
 MAX_RANK = 16
 MANY = 40
-BROKEN = "broken-safetensors"
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
@@ -54,7 +54,10 @@ class FileHeader:
 def read_header(path: Path) -> FileHeader:
     """The header of one file; `InvalidInput` names everything that the format forbids."""
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not S_ISREG(found.st_mode):
+            raise _broken(path, "no regular file")  # to open a pipe may never return
+        size = found.st_size
         with open(path, "rb") as file:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
@@ -154,7 +157,7 @@ def _check_cover(path: Path, tensors: list[TensorHeader], start: int, size: int)
 
 def _broken(path: Path, found: str) -> InvalidInput:
     return invalid(
-        BROKEN,
+        "broken-safetensors",
         printable(path.name),
         found,
         "a complete safetensors file",
@@ -165,7 +168,7 @@ def _broken(path: Path, found: str) -> InvalidInput:
 
 def _broken_tensor(path: Path, name: str, fault: str) -> Problem:
     return Problem(
-        BROKEN,
+        "broken-safetensors",
         f"{printable(path.name)}: {printable(name)}",
         printable(fault),
         "an entry that the safetensors format allows",

@@ -7,13 +7,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eagle3.atomic_files import sha256_of_json
 from eagle3.formats.json_files import read_json_object
-from eagle3.formats.safetensors_headers import BROKEN, read_header
+from eagle3.formats.safetensors_headers import read_header
 from eagle3.params import VerifierParams
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.verifiers.dequantise import dequantised_verifier
@@ -216,7 +216,7 @@ def _config_problems(path: Path) -> Iterator[Problem]:
     try:
         config = text_config(read_json_object(path / "config.json").value)
     except InvalidInput as error:
-        yield from error.problems
+        yield from _located(path, error)
         return
     where = str(path / "config.json")
     if not any(_positive(config.get(key)) for key in WINDOW_KEYS):
@@ -254,7 +254,7 @@ def _weight_problems(path: Path) -> Iterator[Problem]:
                 found = "a Git LFS pointer, not the weights"
                 yield Problem("no-weights", str(file), found, "a safetensors file", f"git lfs pull (in {path})")
             else:
-                yield from (problem for problem in error.problems if problem.code == BROKEN)
+                yield from _located(path, error)
     if missing := sorted(_indexed_files(path) - {file.name for file in weights}):
         yield Problem(
             "no-weights",
@@ -263,6 +263,11 @@ def _weight_problems(path: Path) -> Iterator[Problem]:
             "every file that the index names",
             "download the model again",
         )
+
+
+def _located(path: Path, error: InvalidInput) -> Iterator[Problem]:
+    """Its problems, which name a file of the folder `path` alone."""
+    yield from (replace(problem, where=str(path / problem.where)) for problem in error.problems)
 
 
 def _is_lfs_pointer(file: Path) -> bool:
