@@ -42,7 +42,7 @@ def run(stage: Stage) -> None:
     checks = read_passed_checks()
     verify_files(DRAFT, draft)
 
-    window, trusted = samples.params["sample"]["max_model_len"], stage.params.verifier.trust_remote_code
+    window, trusted = samples.used_size("sample", "max_model_len"), stage.params.verifier.trust_remote_code
     tokenizer = load_tokenizer(verifier, trusted)
     render = partial(prompt_ids, tokenizer)
     questions = Asked(

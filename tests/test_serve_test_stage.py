@@ -144,6 +144,16 @@ def test_another_verifier_than_the_trained_one_is_refused_before_any_server_star
     assert "server" not in done.stdout
 
 
+def test_a_changed_window_in_the_samples_manifest_is_refused(repository):
+    path = repository / "data/samples/manifest.json"
+    kept = path.read_text()
+    path.write_text(kept.replace('"max_model_len": 512', '"max_model_len": "512"'))
+    done = serve_test(repository)
+    path.write_text(kept)
+    assert done.returncode == 1
+    assert "ERROR broken-manifest: manifest.json of stage sample: params.sample.max_model_len" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def released(repository):
     done = serve_test(repository)

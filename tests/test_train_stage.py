@@ -108,6 +108,15 @@ def test_figures_go_to_the_run_log_alone(trained):
     assert row["token_passes"] > 0
 
 
+def test_a_changed_manifest_is_refused(untrained):
+    path = untrained / "data/hidden_states/manifest.json"
+    made = json.loads(path.read_text())
+    path.write_text(json.dumps({**made, "decisions": made["decisions"] | {"aux_layer_ids": "all"}}))
+    done = train(untrained)
+    assert done.returncode == 1
+    assert "ERROR broken-manifest: manifest.json of stage extract: decisions.aux_layer_ids" in done.stderr
+
+
 def test_a_second_run_gives_the_same_bytes(trained, untrained):
     folder, _ = trained
     assert train(untrained).returncode == 0

@@ -136,7 +136,7 @@ class Run:
 
 def architecture_of(job: Job, verifier: Verifier) -> DraftArchitecture:
     hidden, vocab_map = read_manifest(HIDDEN_STATES, "extract"), read_manifest(VOCAB_MAP, "vocab-map")
-    sizes = vocab_map.decisions["draft_vocab_size"], hidden.decisions["aux_layer_ids"]
+    sizes = vocab_map.decided_size("draft_vocab_size"), hidden.decided_list("aux_layer_ids", int)
     return resolve_architecture(job.draft, verifier.text_config, *sizes)
 
 
