@@ -13,7 +13,9 @@ import fcntl
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from eagle3.atomic_files import are_on_one_disk
@@ -35,12 +37,16 @@ def clean_scratch(folder: Path, current: Sequence[Shard]) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete half-written shards whose writer is gone."""
-    for path in _partial(folder):
-        _in_use(path, delete=True)
+    for path in _abandoned(folder):
+        path.unlink(missing_ok=True)
 
 
-def _partial(folder: Path) -> Iterator[Path]:
-    return folder.glob(".shard-*.partial-*")
+def _abandoned(folder: Path) -> Iterator[Path]:
+    """Half-written shards whose writer is gone, each locked as long as it is looked at."""
+    for path in folder.glob(".shard-*.partial-*"):
+        with suppress(BlockingIOError, FileNotFoundError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield path
 
 
 def _outdated(folder: Path, current: Sequence[Shard]) -> Iterator[Path]:
@@ -50,22 +56,10 @@ def _outdated(folder: Path, current: Sequence[Shard]) -> Iterator[Path]:
             yield path
 
 
-def _in_use(path: Path, delete: bool = False) -> bool:
-    """Whether its writer lives; another run may be writing it, or have just finished it."""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if delete:
-                path.unlink()
-    except (BlockingIOError, FileNotFoundError):
-        return True
-    return False
-
-
 def bytes_to_clean(folder: Path, current: Sequence[Shard]) -> int:
     """What `clean_scratch` will free; a file with a second name keeps its bytes."""
-    left = [*(path for path in _partial(folder) if not _in_use(path)), *_outdated(folder, current)]
-    return sum(path.stat().st_blocks * 512 for path in left if path.stat().st_nlink == 1)
+    left = (path.stat() for path in chain(_abandoned(folder), _outdated(folder, current)))
+    return sum(found.st_blocks * 512 for found in left if found.st_nlink == 1)
 
 
 @dataclass(frozen=True)
