@@ -88,11 +88,7 @@ def questions_report(turns: Sequence[Turn], too_long: Sequence[str], k: int) -> 
 
     Intervals are over questions: the turns of one are not independent.
     """
-    categories: dict[str, list[Turn]] = {}
-    files: dict[str, list[Turn]] = {}
-    for turn in turns:
-        categories.setdefault(turn.question.category, []).append(turn)
-        files.setdefault(turn.question.file, []).append(turn)
+    files, categories = (_grouped(turns, name) for name in ("file", "category"))
     return {
         "turns": len(turns),
         "too_long": list(too_long),
@@ -102,11 +98,16 @@ def questions_report(turns: Sequence[Turn], too_long: Sequence[str], k: int) -> 
     }
 
 
-def _of_questions(turns: Sequence[Turn], k: int) -> Report:
-    questions: dict[str, list[Turn]] = {}
+def _grouped(turns: Sequence[Turn], name: str) -> dict[str, list[Turn]]:
+    """The turns by this field of their questions."""
+    groups: dict[str, list[Turn]] = {}
     for turn in turns:
-        questions.setdefault(turn.question.key, []).append(turn)
-    found = [*questions.values()]
+        groups.setdefault(getattr(turn.question, name), []).append(turn)
+    return groups
+
+
+def _of_questions(turns: Sequence[Turn], k: int) -> Report:
+    found = [*_grouped(turns, "key").values()]
     accepted = ([count for turn in of_one for count in turn.answer.accepted] for of_one in found)
     low, high = bootstrap(found, _speed_up_of_questions)
     return {
