@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,20 @@ Json = dict[str, Any]
 
 def closing_table() -> str:
     """Plain text, at most 100 columns. A part whose files are missing says which stage makes them."""
-    parts = (_samples, _draft_vocabulary, _epochs, _checks, _served, _stages, _checkpoint)
-    return "\n".join(line for part in parts for line in _lines(part))
+    parts = {
+        **{"data/samples": _samples, "data/vocab_map": _draft_vocabulary, "data/checkpoints": _epochs},
+        **{"reports": _checks, "reports/serve_test.json": _served, "runs.jsonl": _stages, "data/release": _checkpoint},
+    }
+    return "\n".join(line for where, part in parts.items() for line in _lines(where, part))
 
 
-def _lines(part: Callable[[], list[str]]) -> list[str]:
+def _lines(where: str, part: Callable[[], list[str]]) -> list[str]:
     try:
         return part()
     except InvalidInput as error:
         return [_row(problem.where, f"{problem.found}; {problem.fix.split('   ')[0]}") for problem in error.problems]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # made by other code, or edited
+        return [_row(where, f"of another form ({type(error).__name__}: {error}); dvc repro")]
 
 
 def _row(label: str, text: str) -> str:
@@ -143,16 +148,19 @@ def _report(stage: str, name: str) -> Json:
 
 
 def last_runs(log: Path) -> dict[str, Json]:
-    """A line that a killed run left unfinished is no run."""
-    runs: dict[str, Json] = {}
+    """Each stage's last completed run."""
+    return {row["stage"]: row for row in recorded_runs(log) if row["completed"]}
+
+
+def recorded_runs(log: Path) -> Iterator[Json]:
+    """The runs that the stage guard noted on this machine; a line that a killed run left unfinished is none."""
     for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if row["completed"]:
-            runs[row["stage"]] = row
-    return runs
+        if isinstance(row, dict) and {"stage", "seconds", "completed"} <= set(row):
+            yield row
 
 
 def clock(seconds: float) -> str:

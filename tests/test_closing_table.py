@@ -118,6 +118,19 @@ def test_a_missing_part_says_what_makes_it(folder):
     assert lines[0].startswith("samples ")
 
 
+def test_a_part_that_other_code_made_or_somebody_edited_is_said_and_the_rest_is_shown(folder):
+    earlier = {name: value for name, value in REPORT.items() if name != "questions"}
+    (folder / "reports/serve_test.json").write_text(json.dumps(earlier))
+    (folder / "reports/validate_config.json").write_text("[]")
+    with open(folder / ".dvc/tmp/eagle3/runs.jsonl", "a") as log:
+        log.write('\n{"x": 1}\n[]\n')
+    lines = closing_table().splitlines()
+    assert "reports/serve_test.json of another form (KeyError: 'questions'); dvc repro" in lines
+    assert [line for line in lines if line.startswith("reports  ")]
+    assert lines[-1] == EXPECTED.splitlines()[-1]
+    assert "sample                2:31          2.3 GiB" in lines
+
+
 def test_an_empty_repository_is_a_table_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DVC_ROOT", raising=False)

@@ -205,6 +205,7 @@ def test_experiments_of_an_earlier_commit_are_compared_too(clean):
 
 def test_seconds_are_summed_by_experiment_and_a_broken_line_is_passed_over(tmp_path):
     rows = [{"experiment": "a", "seconds": 1.5}, {"experiment": "a", "seconds": 2}, {"seconds": 9}, {"experiment": ""}]
-    (tmp_path / "runs.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"experiment": "a", "sec')
+    lines = [json.dumps({"stage": "train", "completed": True, **row}) for row in rows if "seconds" in row]
+    (tmp_path / "runs.jsonl").write_text("\n".join([*lines, json.dumps(rows[-1]), '{"experiment": "a", "sec']))
     assert experiment_seconds(tmp_path / "runs.jsonl") == {"a": 3.5}
     assert experiment_seconds(tmp_path / "none") == {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.closing_table import aligned, clock
+from eagle3.closing_table import aligned, clock, recorded_runs
 from eagle3.formats.json_files import printable, spelled
 from eagle3.git_answers import git
 from eagle3.problems import invalid
@@ -100,16 +100,11 @@ def _leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def experiment_seconds(log: Path) -> dict[str, float]:
-    """Seconds of the stages that ran for each experiment, as the stage guard noted them on this machine."""
+    """Seconds of the stages that ran for each experiment on this machine."""
     total: dict[str, float] = {}
-    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
-        try:
-            row = json.loads(line)
-            name, seconds = row.get("experiment"), float(row["seconds"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a line that a killed run left unfinished
-        if name:
-            total[name] = total.get(name, 0.0) + seconds
+    for row in recorded_runs(log):
+        if name := row.get("experiment"):
+            total[name] = total.get(name, 0.0) + row["seconds"]
     return total
 
 
