@@ -10,7 +10,7 @@ from eagle3.engines import require_engine
 from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
-from eagle3.problems import InvalidInput, invalid
+from eagle3.problems import InvalidInput
 from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
@@ -35,9 +35,6 @@ def run(stage: Stage) -> None:
     if problems := list(input_problems(made, verifier, params.aux_layer_ids)):
         raise InvalidInput(*problems)
     samples = read_samples(SAMPLES)
-    if not samples:
-        fix = "dvc repro --single-item --force sample"
-        raise invalid("samples", str(SAMPLES), "no sample", "answers of the verifier", fix)
     num_layers, hidden_size = (verifier.text_config[key] for key in ("num_hidden_layers", "hidden_size"))
     layer_ids = stored_layer_ids(params.aux_layer_ids, num_layers)
     shards = planned_extraction(samples, verifier.sha256, verifier.text_config, params, engines["vllm"])

@@ -40,7 +40,7 @@ def test_rows_come_back_sorted_by_id(tmp_path: Path) -> None:
     assert read_samples(tmp_path) == [TWO, ONE]
 
 
-@given(st.lists(samples, max_size=6, unique_by=lambda sample: sample.sample_id))
+@given(st.lists(samples, min_size=1, max_size=6, unique_by=lambda sample: sample.sample_id))
 def test_write_then_read_is_identity_and_order_does_not_change_the_bytes(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Sample]
 ) -> None:
@@ -108,6 +108,12 @@ def test_a_null_is_refused_by_its_column(tmp_path: Path, change: dict[str, Any],
     with pytest.raises(InvalidInput) as error:
         read_samples(tmp_path)
     assert error.value.problems[0].found == f"nulls in {column}"
+
+
+def test_a_file_without_a_sample_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    with pytest.raises(InvalidInput, match=r"found: +no sample\n"):
+        read_samples(tmp_path)
 
 
 def test_a_file_with_a_sample_twice_is_refused(tmp_path: Path) -> None:

@@ -133,8 +133,10 @@ def _ids(batch: pa.RecordBatch) -> list[str]:
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """All samples, sorted by sample_id; a missing file, another schema or a faulty row is `InvalidInput`."""
+    """All samples, sorted by sample_id; no file, no sample, another schema or a faulty row is `InvalidInput`."""
     samples = sorted(_rows(folder), key=lambda sample: sample.sample_id)
+    if not samples:
+        raise _unusable(folder / FILE, "no sample")
     if twice := [one.sample_id for one, other in pairwise(samples) if one.sample_id == other.sample_id]:
         raise _unusable(folder / FILE, f"two samples {twice[0]}")
     return samples
