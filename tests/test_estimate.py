@@ -101,3 +101,11 @@ def test_a_verifier_that_is_not_here_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     with pytest.raises(InvalidInput, match="vocab_size"):
         estimate(read_params(ROOT / "presets/qwen3-8b.yaml"), tmp_path)
+
+
+def test_layers_that_the_verifier_has_not_are_refused_as_extract_refuses_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    params = read_params(ROOT / "presets/qwen3-8b.yaml")
+    deep = replace(params, extract=replace(params.extract, aux_layer_ids=[2, 18, 99]))
+    with pytest.raises(InvalidInput, match=r"aux-layer-range: extract.aux_layer_ids\[2\]"):
+        estimate(deep, VERIFIERS / "qwen3-8b.json")

@@ -18,9 +18,10 @@ from eagle3.checks.expected_tensors import expected_parameters
 from eagle3.closing_table import clock, last_runs
 from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.formats.json_files import printable, read_json_object
+from eagle3.layer_ids import aux_layer_id_problems
 from eagle3.manifests import read_manifest
 from eagle3.params import Params
-from eagle3.problems import Problem, invalid
+from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.stage_guard import ROOM_FOR_THE_RECORD, scratch_home
 from eagle3.states.shard_plan import Shard, planned_extraction
 from eagle3.states.shard_scratch import bytes_to_clean, space_problems, writings
@@ -54,8 +55,10 @@ class Need:
 
 
 def estimate(params: Params, verifier: Path | None) -> list[Need]:
-    """The needs of extract and train; `InvalidInput` where the verifier's config cannot be found."""
+    """The needs of extract and train; `InvalidInput` for layers that the verifier has not, or without its config."""
     config = _verifier_config(params, verifier)
+    if problems := list(aux_layer_id_problems(params.extract.aux_layer_ids, config["num_hidden_layers"])):
+        raise InvalidInput(*problems)
     rates = last_runs(scratch_home() / "runs.jsonl")
     tokens, extract = _extract_need(params, config, rates.get("extract"))
     trained, frozen = _draft_weights(params, config)
