@@ -383,8 +383,21 @@ def _norms_exclude_each_other(raw: dict[str, Any], where: str) -> Any:
         )
 
 
+def _acceptance_length_is_reachable(raw: dict[str, Any], where: str) -> Any:
+    wanted, drafted = (raw["serve_test"][name] for name in ("min_acceptance_length", "num_speculative_tokens"))
+    if wanted > drafted + 1:
+        yield Problem(
+            "unreachable-gate",
+            "serve_test.min_acceptance_length",
+            str(wanted),
+            f"at most {drafted + 1}: {drafted} drafted tokens and the verifier's own",
+            f"lower it, or raise serve_test.num_speculative_tokens, in {where}",
+        )
+
+
 CROSS_CHECKS: tuple[Callable[[dict[str, Any], str], Any], ...] = (
     _hub_source_is_pinned,
     _splits_leave_training_data,
     _norms_exclude_each_other,
+    _acceptance_length_is_reachable,
 )

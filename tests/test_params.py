@@ -76,6 +76,7 @@ def test_the_preset_of_the_default_is_the_default():
         ("sample.min_eval", 5000, "parameter"),
         ("draft.fc_norm", True, "parameter"),
         ("serve_test.max_tie_fraction", 1.5, "parameter"),
+        ("serve_test.min_acceptance_length", 4.1, "unreachable-gate"),
     ],
 )
 def test_a_bad_value_is_named(path, value, code):
@@ -92,6 +93,7 @@ def test_a_bad_value_is_named(path, value, code):
         ("verifier.sha256", "ABC", "a sha256: 64 hex digits"),
         ("engines.vllm", "latest", "a version, e.g. 1.2.3, in quotes"),
         ("train.epochs", "3", "must be of integer type"),
+        ("serve_test.min_acceptance_length", 4.1, "at most 4: 3 drafted tokens and the verifier's own"),
     ],
 )
 def test_what_would_be_right_is_said_in_words(path, value, expected):

@@ -19,7 +19,6 @@ from eagle3.serve.serve_report import (
     gates,
     report_lines,
     require_gates,
-    require_reachable,
     walked,
 )
 from eagle3.serve.serving import Answer, Prompt
@@ -123,13 +122,6 @@ def test_a_missed_gate_names_its_parameter_its_value_and_a_remedy(tmp_path, caps
     printed = capsys.readouterr().out
     assert "acceptance length     2.286" in printed
     assert str(tmp_path / "kept.json") in printed
-
-
-def test_a_length_that_no_draft_can_have_is_said_beforehand():
-    require_reachable(BOUNDS)
-    with pytest.raises(InvalidInput, match="unreachable-gate") as caught:
-        require_reachable(replace(BOUNDS, min_acceptance_length=3.1))
-    assert caught.value.problems[0].expected == "at most 3: 2 drafted tokens and the verifier's own"
 
 
 def test_with_all_gates_passed_the_report_carries_them(tmp_path):

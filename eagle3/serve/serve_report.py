@@ -17,7 +17,7 @@ from eagle3.acceptance import Acceptance, acceptance_of_counts, spread
 from eagle3.atomic_files import write_json
 from eagle3.manifests import Manifest
 from eagle3.params import ServeTestParams
-from eagle3.problems import InvalidInput, Problem, invalid
+from eagle3.problems import InvalidInput, Problem
 from eagle3.serve.measuring import Judged, Measured
 from eagle3.serve.serve_groups import (
     by_context_length,
@@ -117,19 +117,6 @@ class Gate:
     def problem(self) -> Problem:
         side = "at least" if self.lower else "at most"
         return Problem("gate-missed", self.where, f"{self.name} = {self.value}", f"{side} {self.bound}", self.fix)
-
-
-def require_reachable(params: ServeTestParams) -> None:
-    """`InvalidInput` where no draft can be as long as is asked for: said before a server starts."""
-    longest = params.num_speculative_tokens + 1
-    if params.min_acceptance_length > longest:
-        raise invalid(
-            "unreachable-gate",
-            "serve_test.min_acceptance_length",
-            str(params.min_acceptance_length),
-            f"at most {longest}: {params.num_speculative_tokens} drafted tokens and the verifier's own",
-            "lower it, or raise serve_test.num_speculative_tokens",
-        )
 
 
 TRAIN_MORE = "train on more samples (sample.max_train) or longer (train.epochs), or lower the bound on purpose"
