@@ -156,7 +156,7 @@ def run(stage: Stage) -> None:
         "served_without_loops": served,
         "walk": length,
         "questions": {"by_file": {}},
-        "greedy": {"answers": 300, "equal": 3, "ties": int(digest[:2], 16), "faults": 0},
+        "greedy": {"answers": 300, "equal": 3, "ties": int(digest[:2], 16), "faults": 0, "judged_by": ""},
         "speed": speed,
         "gates": {"rounds": {"at_least": params.min_rounds, "passed": True, "value": 100_000}},
     }
