@@ -13,7 +13,7 @@ from eagle3.serve.greedy_ties import (
     bf16_step,
     first_difference,
     judge,
-    reference_forward,
+    reference_logits,
 )
 from tests.counting import successor, tied_verifier
 
@@ -65,7 +65,7 @@ def verifier(tmp_path_factory):
 def test_a_forward_tells_a_tie_from_a_fault(verifier):
     assert successor(100) == 101
     differences = [Difference("a", [60, 100], 1, (101, 102)), Difference("b", [60, 100], 1, (101, 5))]
-    tie, fault = judge(differences, reference_forward(verifier, False))
+    tie, fault = judge(differences, reference_logits(verifier, False, differences))
     assert tie.is_tie
     assert tie.steps_below_top == (0.0, 0.0)
     assert not fault.is_tie
@@ -75,10 +75,10 @@ def test_a_forward_tells_a_tie_from_a_fault(verifier):
 
 
 def test_where_a_grammar_chose_the_top_is_that_of_the_two_tokens():
-    [fault] = judge([Difference("a", [1], 0, (5, 6), constrained=True)], lambda context, tokens: (20.0, [8.0, 7.0]))
+    [fault] = judge([Difference("a", [1], 0, (5, 6), constrained=True)], [(20.0, [8.0, 7.0])])
     assert (fault.top_logit, fault.steps_below_top) == (8.0, (0.0, 16.0))
 
 
-def test_the_logits_are_those_of_the_tokens_that_were_said():
-    ended = judge([Difference("a", [1], 0, (None, 6))], lambda context, tokens: (8.0, [7.875 for _ in tokens]))
+def test_an_answer_that_had_ended_said_nothing():
+    ended = judge([Difference("a", [1], 0, (None, 6))], [(8.0, [7.875])])
     assert ended[0].steps_below_top == (None, 2.0)

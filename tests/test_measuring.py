@@ -78,8 +78,8 @@ def test_where_transformers_cannot_compute_the_verifier_its_own_server_judges(tm
     unknown = shutil.copytree(verifier, tmp_path / "unknown")
     (unknown / "config.json").write_text(json.dumps({"model_type": "another"}))
     with opened_clients([(settings(verifier), tmp_path / "server.log")], GREETED) as [alone]:
-        expected = judged(alone, settings(verifier), parted)
-        found = judged(alone, settings(unknown), parted)
+        asked = [(one, alone.next_logits(one.context, one.said)) for one in parted]
+    expected, found = judged(settings(verifier), asked), judged(settings(unknown), asked)
     assert expected.by == "transformers, float32"
     assert "the server without the draft, for there is no reference: ValueError" in found.by
     for one, other in zip(found.differences, expected.differences, strict=True):

@@ -8,7 +8,7 @@ difference both tokens must lie within `TIE_STEPS` bf16 steps of the top logit i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 # below the top (47 within 2); a fault lies tens of steps below.
 TIE_STEPS = 3
 BF16_FRACTION_BITS = 7
-# (token ids, further ids) -> the top logit of the token that follows the first ones, and those of the further ids.
-Forward = Callable[[Sequence[int], Sequence[int]], tuple[float, list[float]]]
+# The top logit after the context of a difference, and those of the tokens that were said there.
+Logits = tuple[float, list[float]]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class Difference:
     index: int
     tokens: tuple[int | None, int | None]
     constrained: bool = False
+
+    @property
+    def said(self) -> list[int]:
+        return [token for token in self.tokens if token is not None]
 
 
 @dataclass(frozen=True)
@@ -80,16 +84,13 @@ def bf16_step(value: float) -> float:
     return 2.0 ** (math.frexp(value)[1] - 1 - BF16_FRACTION_BITS)
 
 
-def judge(differences: Sequence[Difference], forward: Forward) -> list[Judgement]:
+def judge(differences: Sequence[Difference], logits: Iterable[Logits]) -> list[Judgement]:
     """Each difference against a teacher-forced forward over the tokens before it."""
-    return [
-        _judgement(one, *forward(one.context, [token for token in one.tokens if token is not None]))
-        for one in differences
-    ]
+    return [_judgement(one, *found) for one, found in zip(differences, logits, strict=True)]
 
 
-def reference_forward(verifier: Path, trust_remote_code: bool) -> Forward:
-    """A forward of transformers over the bf16 weights, computed in float32; `NoReference` where there is none.
+def reference_logits(verifier: Path, trust_remote_code: bool, differences: Sequence[Difference]) -> list[Logits]:
+    """By a forward of transformers over the bf16 weights, computed in float32; `NoReference` where there is none.
 
     One in bf16 would add a rounding of its own: of 50 differences on a CPU whose products of one row and of four rows
     round differently, one lay 3 steps apart in it.
@@ -99,13 +100,12 @@ def reference_forward(verifier: Path, trust_remote_code: bool) -> Forward:
     from eagle3.verifiers.reference_model import load_reference
 
     model = load_reference(verifier, trust_remote_code)
-
-    @torch.inference_mode()
-    def forward(context: Sequence[int], tokens: Sequence[int]) -> tuple[float, list[float]]:
-        logits_V = model(torch.tensor([context]), use_cache=False, logits_to_keep=1).logits[0, -1].float()
-        return float(logits_V.max()), logits_V[list(tokens)].tolist()
-
-    return forward
+    found = []
+    for one in differences:
+        with torch.inference_mode():
+            logits_V = model(torch.tensor([one.context]), use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        found.append((float(logits_V.max()), logits_V[one.said].tolist()))
+    return found
 
 
 def _judgement(difference: Difference, top: float, said: Sequence[float]) -> Judgement:

@@ -10,7 +10,7 @@ from pathlib import Path
 from eagle3.acceptance import Acceptance, Round, acceptance_of, walk, without_loops
 from eagle3.machine import available_memory
 from eagle3.sampling.samples import Sample
-from eagle3.serve.greedy_ties import Difference, Judgement, first_difference, judge, reference_forward
+from eagle3.serve.greedy_ties import Difference, Judgement, Logits, first_difference, judge, reference_logits
 from eagle3.serve.question_turns import Asked, Turn, ask_again, ask_questions
 from eagle3.serve.serving import TURN, Answer, Client, Counters, Prompt, ask_in_turns, opened_clients
 from eagle3.serve.suite import Suite, differences, run_suite
@@ -19,6 +19,7 @@ from eagle3.verifiers.reference_model import NoReference
 
 NAMES = "with_draft", "without_draft"
 Wanted = tuple[ServerSettings, Path]
+Parted = list[tuple[Difference, Logits]]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def measure(settings: ServerSettings, plan: Plan, right: dict[str, list[int]], l
     alone = replace(settings, draft=None, num_speculative_tokens=0)
     both = (settings, logs / "with_draft.log"), (alone, logs / "without_draft.log")
     why_apart = apart(settings)
-    served, other, judged = _one_by_one(both, plan, figures) if why_apart else _in_turns(both, plan, figures)
+    served, other, parted = _one_by_one(both, plan, figures) if why_apart else _in_turns(both, plan, figures)
     sweep = {}
     for k in plan.sweep:
         more = replace(settings, num_speculative_tokens=k), logs / f"{k}_drafts.log"
@@ -134,7 +135,7 @@ def measure(settings: ServerSettings, plan: Plan, right: dict[str, list[int]], l
         with_draft=served.answers,
         without_draft=other.answers,
         sampled=sampled,
-        judged=judged,
+        judged=judged(settings, parted),
         counted=served.counters.acceptance,
         right=right,
         k=settings.num_speculative_tokens,
@@ -158,16 +159,16 @@ def apart(settings: ServerSettings) -> str:
     return "" if 2 * server_memory(settings) <= available_memory() else "two do not fit into memory"
 
 
-def _in_turns(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served, Judged]:
+def _in_turns(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served, Parted]:
     with opened_clients(both, plan.greeting) as clients:
         (answers, counters), (others, _) = _ask(clients, plan, NAMES, figures)
         turns, too_long = ask_questions(clients, plan.questions, plan.limit)
         served = Served(answers, counters, turns, too_long, _suite(clients[0], plan))
         other = replace(served, answers=others, suite=_suite(clients[1], plan, served.suite))
-        return served, other, judged(clients[1], both[1][0], _parted(plan.prompts, served, other))
+        return served, other, _parted(clients[1], plan.prompts, served, other)
 
 
-def _one_by_one(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served, Judged]:
+def _one_by_one(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, float]) -> tuple[Served, Served, Parted]:
     with opened_clients(both[:1], plan.greeting) as clients:
         [(answers, counters)] = _ask(clients, plan, NAMES[:1], figures)
         turns, too_long = ask_questions(clients, plan.questions, plan.limit)
@@ -176,7 +177,7 @@ def _one_by_one(both: tuple[Wanted, Wanted], plan: Plan, figures: dict[str, floa
         [(others, _)] = _ask(clients, plan, NAMES[1:], figures)
         turns = ask_again(clients[0], turns)
         other = replace(served, answers=others, turns=turns, suite=_suite(clients[0], plan, served.suite))
-        return served, other, judged(clients[0], both[1][0], _parted(plan.prompts, served, other))
+        return served, other, _parted(clients[0], plan.prompts, served, other)
 
 
 def _suite(client: Client, plan: Plan, served: Suite | None = None) -> Suite | None:
@@ -195,25 +196,28 @@ def _ask(
     return found
 
 
-def _parted(prompts: Sequence[Prompt], served: Served, other: Served) -> list[Difference]:
+def _parted(alone: Client, prompts: Sequence[Prompt], served: Served, other: Served) -> Parted:
+    """Where greedy answers part, each with what the server without a draft computes there."""
     asked = [
         *zip(prompts, other.answers, served.answers, strict=True),
         *((turn.prompt, turn.other, turn.answer) for turn in other.turns),
     ]
-    found = (
+    of_answers = (
         first_difference(prompt.sample_id, prompt.input_ids, (without.token_ids, with_it.token_ids))
         for prompt, without, with_it in asked
     )
-    suites = differences(served.suite, other.suite) if served.suite and other.suite else []
-    return [*filter(None, found), *suites]
+    of_suites = differences(served.suite, other.suite) if served.suite and other.suite else []
+    return [(one, alone.next_logits(one.context, one.said)) for one in (*filter(None, of_answers), *of_suites)]
 
 
-def judged(alone: Client, settings: ServerSettings, parted: Sequence[Difference]) -> Judged:
-    """By the server without a draft where there is no reference: 1T weights in float32 are 4 TB."""
+def judged(settings: ServerSettings, parted: Parted) -> Judged:
+    """By the server's own logits where there is no reference: 1T weights in float32 are 4 TB."""
     if not parted:
         return Judged([], "")
+    places, logits = [one for one, _ in parted], [own for _, own in parted]
     try:
-        forward, by = reference_forward(settings.verifier, settings.trust_remote_code), "transformers, float32"
+        logits = reference_logits(settings.verifier, settings.trust_remote_code, places)
+        by = "transformers, float32"
     except NoReference as why:
-        forward, by = alone.next_logits, f"the server without the draft, for there is no reference: {why}"
-    return Judged(judge(parted, forward), by)
+        by = f"the server without the draft, for there is no reference: {why}"
+    return Judged(judge(places, logits), by)
