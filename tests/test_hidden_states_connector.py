@@ -19,8 +19,9 @@ import torch
 from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import DEFAULT
 from eagle3.problems import InvalidInput
+from eagle3.states import extraction
 from eagle3.states.extraction import extract_shards, extracted
-from eagle3.states.hidden_states import map_shard
+from eagle3.states.hidden_states import map_shard, read_states
 from eagle3.states.shard_file import ShardFile
 from eagle3.states.shard_plan import Shard, plan_shards
 from eagle3.states.shard_scratch import LOW_WATER_BYTES, require_space
@@ -177,6 +178,19 @@ def test_states_of_cached_tokens_are_stored_too(engine, references, tmp_path):
     assert output.num_cached_tokens >= 96
     (states,) = samples_of(tmp_path / shard.name)
     assert distance(states[:, -1], references[SAMPLES[-1].sample_id][:, NUM_LAYERS]) < SAME
+
+
+def test_where_no_answer_is_greedy_the_token_that_the_engine_says_next_must_be_found(engine, tmp_path, monkeypatch):
+    """Answers at a temperature, or given: states of the layer before do not give it."""
+    done = extract_shards(engine, [shard_of(SAMPLES)], tmp_path, LAYER_IDS, ())
+    assert (done.asked, done.found) == (len(SAMPLES), len(SAMPLES))
+
+    def of_the_layer_before(tensors, rows, states=slice(None)):
+        return read_states(tensors, rows, -2 if states == -1 else states)
+
+    monkeypatch.setattr(extraction, "read_states", of_the_layer_before)
+    with pytest.raises(InvalidInput, match="states-of-other-answers"):
+        extract_shards(engine, [shard_of(SAMPLES)], tmp_path, LAYER_IDS, ())
 
 
 @contextmanager
