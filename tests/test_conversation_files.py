@@ -145,6 +145,16 @@ def test_text_in_parquet_that_is_not_utf8_makes_its_row_a_skipped_one(folder: Pa
     assert [getattr(row, "reason", "kept") for row in found] == ["kept", "not_utf8", "kept"]
 
 
+@pytest.mark.parametrize(
+    "column", [pa.array([0, 2**62], pa.timestamp("us")), pa.array([0, 2**62], pa.duration("ms"))], ids=["date", "span"]
+)
+def test_a_value_in_parquet_that_python_has_not_makes_its_row_a_skipped_one(folder: Path, column: Any) -> None:
+    pq.write_table(pa.table({"prompt": ["hi", "you"], "when": column}), folder / "a.parquet")
+    track(folder / "a.parquet")
+    found = list(Sources([{"file": "a.parquet", "ignore": ["when"]}], folder))
+    assert [getattr(row, "reason", "kept") for row in found] == ["kept", "not_json"]
+
+
 KINDS = {
     "a pipe": os.mkfifo,
     "a folder": Path.mkdir,

@@ -68,6 +68,8 @@ def _parquet_row(row: Any, source: str, number: int) -> Any:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         return Skipped(source, f"row {number}", "not_utf8", f"byte {error.start} of a text")
+    except (ValueError, OverflowError, LookupError) as error:  # a date that Python has not, an unknown time zone
+        return Skipped(source, f"row {number}", "not_json", str(error)[:200])
 
 
 def dataset_rows(name: str, config: str | None, split: str, revision: str) -> Iterator[RawRow]:
