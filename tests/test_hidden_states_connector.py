@@ -340,8 +340,9 @@ TWO_WORKERS = """
 from pathlib import Path
 from dataclasses import replace
 from eagle3.machine import DEFAULT
+from eagle3.states.extraction import extract_shards
 from eagle3.states.vllm_engine import prepare_environment, start_engine
-from tests.test_hidden_states_connector import LAYER_IDS, SAMPLES, WINDOW, extract
+from tests.test_hidden_states_connector import LAYER_IDS, SAMPLES, WINDOW, shard_of
 
 if __name__ == "__main__":
     machine = replace(DEFAULT, tensor_parallel_size=2, kv_cache_gib=1)
@@ -349,13 +350,16 @@ if __name__ == "__main__":
     from eagle3.states.hidden_states_connector import engine_options
 
     engine = start_engine(Path({verifier!r}), machine, WINDOW, False, **engine_options(LAYER_IDS))
-    extract(engine, SAMPLES, Path({folder!r}))
+    folder = Path({folder!r})
+    folder.mkdir()
+    done = extract_shards(engine, [shard_of(SAMPLES)], folder, LAYER_IDS, ())
+    assert done.found == done.asked == len(SAMPLES), done
 """
 
 
 @pytest.mark.long
 def test_two_workers_write_the_states_of_one(engine, verifier, tmp_path):
-    """Tensor parallel: the connector runs in processes of its own, and rank 0 alone writes."""
+    """Tensor parallel: the connector runs in processes of its own, rank 0 alone writes and has the head's logits."""
     run_script(tmp_path, TWO_WORKERS.format(verifier=str(verifier), folder=str(tmp_path / "two")))
     two = samples_of(tmp_path / "two" / shard_of(SAMPLES).name)
     for found, expected in zip(two, extract(engine, SAMPLES, tmp_path), strict=True):
