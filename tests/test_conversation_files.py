@@ -118,6 +118,17 @@ def test_fields_that_are_not_understood_are_left_out_only_by_name(folder: Path) 
     assert "`ignore:`" in problem.fix
     [row] = Sources([{**source, "ignore": ["prompt", "prompt_id"]}], folder)
     assert messages_of(row) == [ASK]
+    by_prompt = Sources([{**source, "ignore": ["messages", "prompt_id"]}], folder)
+    assert [messages_of(row) for row in by_prompt] == [[ASK]]
+    assert by_prompt.read == {"a.jsonl": {"layout": "prompt", "rows": 1}}
+    [problem] = refused([{**source, "ignore": ["messages", "prompt"]}], folder).problems
+    assert (problem.code, problem.found) == ("unknown-layout", "the fields prompt_id")
+
+
+def test_an_input_of_alpaca_that_is_no_text_is_not_left_out_in_silence(folder: Path) -> None:
+    rows = [{"instruction": "Add", "input": given} for given in ("1, 2", "", None, ["1", "2"], 12)]
+    found = list(Sources([written(folder / "a.jsonl", rows)], folder))
+    assert [getattr(row, "reason", "kept") for row in found] == [*["kept"] * 3, *["not_text"] * 2]
 
 
 def test_roles_of_sharegpt_that_are_not_known_are_not_guessed_at(folder: Path) -> None:
