@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,17 @@ def test_fields_that_are_not_understood_are_left_out_only_by_name(folder: Path) 
     assert "`ignore:`" in problem.fix
     [row] = Sources([{**source, "ignore": ["prompt", "prompt_id"]}], folder)
     assert messages_of(row) == [ASK]
+    by_prompt = Sources([{**source, "ignore": ["messages", "prompt_id"]}], folder)
+    assert [messages_of(row) for row in by_prompt] == [[ASK]]
+    assert by_prompt.read == {"a.jsonl": {"layout": "prompt", "rows": 1}}
+    [problem] = refused([{**source, "ignore": ["messages", "prompt"]}], folder).problems
+    assert (problem.code, problem.found) == ("unknown-layout", "the fields prompt_id")
+
+
+def test_an_input_of_alpaca_that_is_no_text_is_not_left_out_in_silence(folder: Path) -> None:
+    rows = [{"instruction": "Add", "input": given} for given in ("1, 2", "", None, ["1", "2"], 12)]
+    found = list(Sources([written(folder / "a.jsonl", rows)], folder))
+    assert [getattr(row, "reason", "kept") for row in found] == [*["kept"] * 3, *["not_text"] * 2]
 
 
 def test_roles_of_sharegpt_that_are_not_known_are_not_guessed_at(folder: Path) -> None:
@@ -143,6 +155,16 @@ def test_text_in_parquet_that_is_not_utf8_makes_its_row_a_skipped_one(folder: Pa
     track(folder / "a.parquet")
     found = list(Sources([{"file": "a.parquet"}], folder))
     assert [getattr(row, "reason", "kept") for row in found] == ["kept", "not_utf8", "kept"]
+
+
+@pytest.mark.parametrize(
+    "column", [pa.array([0, 2**62], pa.timestamp("us")), pa.array([0, 2**62], pa.duration("ms"))], ids=["date", "span"]
+)
+def test_a_value_in_parquet_that_python_has_not_makes_its_row_a_skipped_one(folder: Path, column: Any) -> None:
+    pq.write_table(pa.table({"prompt": ["hi", "you"], "when": column}), folder / "a.parquet")
+    track(folder / "a.parquet")
+    found = list(Sources([{"file": "a.parquet", "ignore": ["when"]}], folder))
+    assert [getattr(row, "reason", "kept") for row in found] == ["kept", "not_json"]
 
 
 KINDS = {
@@ -232,15 +254,38 @@ def test_a_saved_dataset_is_read_from_its_folder(folder: Path) -> None:
     assert "splits ['train']" in refused([{"folder": "saved"}, {"folder": "both"}], folder).problems[0].found
 
 
-def test_a_dataset_of_the_hub_that_cannot_be_had_names_the_ways_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub, and the cache of `datasets` in `tmp_path`."""
     import datasets.config
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_dataset_in_the_cache_is_read_at_its_own_revision_alone(tmp_path: Path) -> None:
+    """A cache as `datasets` 5.1.0 leaves it of org/chats at the commit 111..."""
+    from datasets import load_dataset
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [ASK, SAY]}))
+    load_dataset("json", data_files=str(tmp_path / "rows.jsonl"))
+    cached = tmp_path / "org___chats/default/0.0.0" / ("1" * 40)
+    shutil.copytree(next(tmp_path.glob("json/*/*/*/dataset_info.json")).parent, cached)
+    (cached / "json-train.arrow").rename(cached / "chats-train.arrow")
+    info = json.loads((cached / "dataset_info.json").read_text())
+    (cached / "dataset_info.json").write_text(json.dumps({**info, "config_name": "default", "dataset_name": "chats"}))
+    source = {"dataset": "org/chats", "revision": "1" * 40, "split": "train"}
+    assert [messages_of(row) for row in Sources([source], tmp_path / "none")] == [[ASK, SAY]]
+    [problem] = refused([source | {"revision": "0" * 40}], tmp_path / "none").problems
+    assert problem.code == "other-revision"
+    assert f"revision {'1' * 40} the newest" in problem.found
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_dataset_of_the_hub_that_cannot_be_had_names_the_ways_out(tmp_path: Path) -> None:
     source = {"dataset": "org/chats", "revision": "0" * 40, "split": "train"}
     [problem] = refused([source], tmp_path).problems
     assert (problem.code, problem.where) == ("unreadable-source", "dataset org/chats")

@@ -93,6 +93,8 @@ def codes(error: pytest.ExceptionInfo[InvalidInput]) -> list[str]:
         ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]}, "malformed_tools"),
         ({"messages": [USER, ANSWER | {"tool_calls": [call("{")]}]}, "malformed_tools"),
         ({"messages": [USER, ANSWER | {"tool_calls": [call("[1]")]}]}, "malformed_tools"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [call('{"a": NaN}')]}]}, "malformed_tools"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [call('{"a": "\\ud800"}')]}]}, "malformed_tools"),
         ({"messages": [USER, ANSWER | {"tool_calls": 5}]}, "malformed_tools"),
         ({"messages": [USER, ANSWER | {"tool_calls": call("{}")}]}, "malformed_tools"),
     ],

@@ -62,6 +62,20 @@ def test_a_verifier_whose_class_needs_torchvision_is_named(here, name, found):
     assert "latent-attention" in codes("warning")
 
 
+@pytest.mark.parametrize("outside", [True, False])
+def test_int4_experts_on_a_cpu_build_are_named_wherever_the_config_says_them(here, outside):
+    params = (here / "params.yaml").read_text()
+    (here / "params.yaml").write_text(re.sub(r"(?m)^  source: .*", "  source: model", params, count=1))
+    (here / "model").mkdir()
+    quantised = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    text = {"n_routed_experts": 384, **({} if outside else quantised)}
+    config = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    (here / "model/config.json").write_text(json.dumps({**config, **(quantised if outside else {})}))
+    assert "packed-experts" in codes("warning")
+    (here / "model/config.json").write_text(json.dumps({**config, "text_config": {"n_routed_experts": 384}}))
+    assert "packed-experts" not in codes("warning")
+
+
 @pytest.mark.parametrize("name", ["git", "dvc", "python"])
 def test_a_missing_program_is_named(here, name, capsys):
     (here / "bin" / name).unlink()

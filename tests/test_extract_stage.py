@@ -21,7 +21,7 @@ from eagle3.formats.safetensors_headers import read_header
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.params import VerifierParams
 from eagle3.sampling.samples import Sample, read_samples, write_samples
-from eagle3.states.extraction import Extracted, input_problems
+from eagle3.states.extraction import input_problems
 from eagle3.states.hidden_states import HiddenStates
 from eagle3.verifiers.verifier import Verifier, resolve_verifier
 from tests.tiny import tiny_verifier
@@ -232,12 +232,6 @@ def test_states_without_parity_fail_the_stage_though_an_earlier_run_made_them(fi
     assert f"ERROR states-without-parity: extract: sample {first}, layer id 3" in said
     assert "nearer to layer id 4" in " ".join(said.split())
     assert bytes_of(copy) == kept
-
-
-def test_states_of_sampled_answers_are_said_to_be_unchecked():
-    assert str(Extracted(100, 2.0, 0, 0)).startswith(
-        "100 tokens now at 50.0 tokens/s; answers sampled at a temperature"
-    )
 
 
 def test_changed_weights_and_impossible_layers_are_refused_together(tmp_path):

@@ -19,8 +19,9 @@ import torch
 from eagle3.layer_ids import stored_layer_ids
 from eagle3.machine import DEFAULT
 from eagle3.problems import InvalidInput
+from eagle3.states import extraction
 from eagle3.states.extraction import extract_shards, extracted
-from eagle3.states.hidden_states import map_shard
+from eagle3.states.hidden_states import map_shard, read_states
 from eagle3.states.shard_file import ShardFile
 from eagle3.states.shard_plan import Shard, plan_shards
 from eagle3.states.shard_scratch import LOW_WATER_BYTES, require_space
@@ -179,6 +180,19 @@ def test_states_of_cached_tokens_are_stored_too(engine, references, tmp_path):
     assert distance(states[:, -1], references[SAMPLES[-1].sample_id][:, NUM_LAYERS]) < SAME
 
 
+def test_where_no_answer_is_greedy_the_token_that_the_engine_says_next_must_be_found(engine, tmp_path, monkeypatch):
+    """Answers at a temperature, or given: states of the layer before do not give it."""
+    done = extract_shards(engine, [shard_of(SAMPLES)], tmp_path, LAYER_IDS, ())
+    assert (done.asked, done.found) == (len(SAMPLES), len(SAMPLES))
+
+    def of_the_layer_before(tensors, rows, states=slice(None)):
+        return read_states(tensors, rows, -2 if states == -1 else states)
+
+    monkeypatch.setattr(extraction, "read_states", of_the_layer_before)
+    with pytest.raises(InvalidInput, match="states-of-other-answers"):
+        extract_shards(engine, [shard_of(SAMPLES)], tmp_path, LAYER_IDS, ())
+
+
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
     """A file system of `size` bytes, mounted for a process of its own, through which others see it."""
@@ -326,8 +340,9 @@ TWO_WORKERS = """
 from pathlib import Path
 from dataclasses import replace
 from eagle3.machine import DEFAULT
+from eagle3.states.extraction import extract_shards
 from eagle3.states.vllm_engine import prepare_environment, start_engine
-from tests.test_hidden_states_connector import LAYER_IDS, SAMPLES, WINDOW, extract
+from tests.test_hidden_states_connector import LAYER_IDS, SAMPLES, WINDOW, shard_of
 
 if __name__ == "__main__":
     machine = replace(DEFAULT, tensor_parallel_size=2, kv_cache_gib=1)
@@ -335,13 +350,16 @@ if __name__ == "__main__":
     from eagle3.states.hidden_states_connector import engine_options
 
     engine = start_engine(Path({verifier!r}), machine, WINDOW, False, **engine_options(LAYER_IDS))
-    extract(engine, SAMPLES, Path({folder!r}))
+    folder = Path({folder!r})
+    folder.mkdir()
+    done = extract_shards(engine, [shard_of(SAMPLES)], folder, LAYER_IDS, ())
+    assert done.found == done.asked == len(SAMPLES), done
 """
 
 
 @pytest.mark.long
 def test_two_workers_write_the_states_of_one(engine, verifier, tmp_path):
-    """Tensor parallel: the connector runs in processes of its own, and rank 0 alone writes."""
+    """Tensor parallel: the connector runs in processes of its own, rank 0 alone writes and has the head's logits."""
     run_script(tmp_path, TWO_WORKERS.format(verifier=str(verifier), folder=str(tmp_path / "two")))
     two = samples_of(tmp_path / "two" / shard_of(SAMPLES).name)
     for found, expected in zip(two, extract(engine, SAMPLES, tmp_path), strict=True):

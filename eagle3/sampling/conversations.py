@@ -174,14 +174,14 @@ def _is_tool_call(call: Any) -> bool:
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any] | None:
-    """Tool-call arguments as an object; the OpenAI format writes them as JSON text."""
+    """Tool-call arguments as an object; the OpenAI format writes them as JSON text, which may hold a lone surrogate."""
     given = function.get("arguments") or {}
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except (ValueError, RecursionError):
             return None
-    return given if isinstance(given, dict) else None
+    return given if isinstance(given, dict) and _encodable(given) else None
 
 
 def _as_server_renders(message: Message) -> Message:

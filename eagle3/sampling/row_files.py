@@ -68,13 +68,29 @@ def _parquet_row(row: Any, source: str, number: int) -> Any:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         return Skipped(source, f"row {number}", "not_utf8", f"byte {error.start} of a text")
+    except (ValueError, OverflowError, LookupError) as error:  # a date that Python has not, an unknown time zone
+        return Skipped(source, f"row {number}", "not_json", str(error)[:200])
 
 
 def dataset_rows(name: str, config: str | None, split: str, revision: str) -> Iterator[RawRow]:
-    """A split of a hub dataset at a commit: from the cache or the hub, whichever `datasets` finds, as a stream."""
-    from datasets import load_dataset
+    """A split of a hub dataset at a commit: from the hub, or without a network from the cache, as a stream."""
+    from datasets import load_dataset_builder
 
-    return _opened_rows(name, lambda: load_dataset(name, config, split=split, revision=revision, streaming=True))
+    def opened() -> Any:
+        builder = load_dataset_builder(name, config, revision=revision)
+        # without a network datasets 5.1.0 takes the newest version in its cache, whichever revision it is asked for
+        if builder.hash != revision:
+            raise invalid(
+                "other-revision",
+                f"dataset {name}",
+                f"the hub out of reach, and revision {builder.hash} the newest in the cache",
+                f"revision {revision}",
+                f"go on with a network, or remove {builder.cache_dir}",
+                "another revision may hold other conversations",
+            )
+        return builder.as_streaming_dataset(split=split)
+
+    return _opened_rows(name, opened)
 
 
 def saved_dataset_rows(path: Path) -> Iterator[RawRow]:

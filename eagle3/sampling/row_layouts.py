@@ -9,7 +9,7 @@ prompt      {"prompt": "..."}                                               prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,14 @@ def layout_of(raw: Any) -> Layout | None:
     return next((layout for layout in LAYOUTS if raw.get(layout.mark) is not None), None)
 
 
-def as_messages(raw: Any, layout: Layout, ignore: Collection[str]) -> tuple[Any, str]:
+def as_messages(raw: Any, layout: Layout) -> tuple[Any, str]:
     """(a row of the layout `messages`, "") or (None, why this is no row of `layout`).
 
-    ignore: fields that params.yaml says to leave out. Any other unknown field makes the row unusable: a field that
-    is not understood may be the one that matters.
+    An unknown field makes the row unusable: a field that is not understood may be the one that matters.
     """
     if not isinstance(raw, dict) or raw.get(layout.mark) is None:
         return None, f"no field {layout.mark!r}, which layout {layout.name} has"
-    row = {name: value for name, value in raw.items() if value is not None and name not in ignore}
+    row = {name: value for name, value in raw.items() if value is not None}
     if unknown := sorted(map(str, set(row) - layout.known)):
         return None, ", ".join(unknown)[:200]
     return layout.convert(row), ""
@@ -65,8 +64,10 @@ def _sharegpt_message(item: Any) -> Any:
 
 
 def _from_alpaca(row: dict[str, Any]) -> dict[str, Any]:
-    asked, given = row["instruction"], row.get("input")
-    if isinstance(asked, str) and isinstance(given, str) and given.strip():
+    asked, given = row["instruction"], row.get("input", "")
+    if not isinstance(given, str):
+        asked = given  # no text, and counted as that
+    elif isinstance(asked, str) and given.strip():
         asked = f"{asked}\n\n{given}"
     return {"messages": [*_message("system", row), {"role": "user", "content": asked}, *_message("output", row)]}
 

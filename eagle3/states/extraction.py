@@ -79,8 +79,7 @@ class Extracted:
 
     def __str__(self) -> str:
         found = f"{self.found} of {self.asked} answered tokens found again in the states"
-        unchecked = "answers sampled at a temperature or given, so not looked for in the states"
-        return f"{self.tokens} tokens now at {self.tokens_per_second} tokens/s; {found if self.asked else unchecked}"
+        return f"{self.tokens} tokens now at {self.tokens_per_second} tokens/s; {found}"
 
 
 def extract_shards(
@@ -89,7 +88,8 @@ def extract_shards(
     """Make each of `shards` in `folder`, one after the other, under a progress bar of tokens.
 
     engine: from `start_extraction`, with the same layer_ids. greedy_splits: their answers are the verifier's most
-    likely tokens, so the states are checked against them.
+    likely tokens, so the states are checked against them; where a shard has none (answers sampled at a temperature, or
+    given), against the token that the engine itself says after each sample.
     """
     asked = found = 0
     start = time.monotonic()
@@ -97,17 +97,21 @@ def extract_shards(
     with tqdm(total=num_tokens, desc="extract", unit="tok", unit_scale=True) as bar:
         for shard in shards:
             require_room(folder, shard)
-            with extracted(engine, shard, folder / shard.name, bar.update) as file:
+            with extracted(engine, shard, folder / shard.name, bar.update) as (file, said):
                 _check_health(file, layer_ids)
-                if rows := _rows_before_answers(shard, greedy_splits):
-                    asked_now, found_now = _check_greedy(engine, file, rows)
-                    asked, found = asked + asked_now, found + found_now
+                following = _following(shard, greedy_splits, said)
+                asked, found = asked + len(following), found + _check_greedy(engine, file, following)
     return Extracted(num_tokens, time.monotonic() - start, asked, found)
 
 
 @contextmanager
-def extracted(engine: Any, shard: Shard, target: Path, on_tokens: Callable[[int], object]) -> Iterator[ShardFile]:
-    """The filled file, which becomes `target` when the context ends well. on_tokens: the length of each sample run."""
+def extracted(
+    engine: Any, shard: Shard, target: Path, on_tokens: Callable[[int], object]
+) -> Iterator[tuple[ShardFile, list[int]]]:
+    """The filled file, which becomes `target` when the context ends well, and what the engine says after each sample.
+
+    on_tokens: the length of each sample run.
+    """
     longest = max(len(sample.input_ids) for sample in shard.samples)
     # vLLM 0.32.0 (v1/worker/gpu_model_runner.py, _input_fits_in_drafter): one sequence that fills the window stops the
     # capture of the whole batch that it is in
@@ -117,8 +121,8 @@ def extracted(engine: Any, shard: Shard, target: Path, on_tokens: Callable[[int]
         with engine_errors("extract hidden states"):
             _empty_prefix_cache(engine)
             _enqueue(engine, file)
-            _run_until_written(engine, file, on_tokens)
-        yield file
+            said = _run_until_written(engine, file, on_tokens)
+        yield file, said
 
 
 def _empty_prefix_cache(engine: Any) -> None:
@@ -143,12 +147,14 @@ def _enqueue(engine: Any, file: ShardFile) -> None:
     engine.enqueue([{"prompt_token_ids": list(sample.input_ids)} for sample in samples], sampling, use_tqdm=False)
 
 
-def _run_until_written(engine: Any, file: ShardFile, on_tokens: Callable[[int], object]) -> None:
-    unfinished = len(file.shard.samples)
-    while unfinished:
+def _run_until_written(engine: Any, file: ShardFile, on_tokens: Callable[[int], object]) -> list[int]:
+    """The greedy token after each sample."""
+    said: list[tuple[int, int]] = []
+    while len(said) < len(file.shard.samples):
         for output in engine.llm_engine.step():
             if output.finished:
-                unfinished -= 1
+                # vLLM 0.32.0 numbers requests as they come; what `enqueue` returns are other, internal ids
+                said.append((int(output.request_id), output.outputs[0].token_ids[0]))
                 on_tokens(len(output.prompt_token_ids))
     missing: Sequence[int] = range(len(file.shard.samples))
     deadline = time.monotonic() + SECONDS_WITHOUT_A_WRITE
@@ -161,6 +167,7 @@ def _run_until_written(engine: Any, file: ShardFile, on_tokens: Callable[[int], 
         # the worker hears of the last requests' end only in a further step
         engine.llm_engine.step()
         time.sleep(0.001)
+    return [token for _, token in sorted(said)]
 
 
 def _never_written(file: ShardFile, missing: Sequence[int]) -> InvalidInput:
@@ -193,39 +200,43 @@ def _check_health(file: ShardFile, layer_ids: Sequence[int]) -> None:
         raise InvalidInput(*problems)
 
 
-def _check_greedy(engine: Any, file: ShardFile, rows: list[int]) -> tuple[int, int]:
-    """(asked, found) of answered tokens j: the last slice at j - 1 must give j by the verifier's own norm and head.
+def _check_greedy(engine: Any, file: ShardFile, following: list[tuple[int, int]]) -> int:
+    """How often a row's last slice gives the token that follows by the verifier's own norm and head.
 
-    `InvalidInput` where it often does not: the states are of another layer, after the norm, of other tokens or weights.
+    following: rows with their tokens. `InvalidInput` where it often does not: the states are of another layer, after
+    the norm, of other tokens or weights.
     """
-    tensors, rows_P = map_shard(file.path), torch.tensor(rows)
-    next_ids_P = tensors["input_ids"][rows_P + 1].long()
+    tensors, (rows_P, next_ids_P) = map_shard(file.path), torch.tensor(following).unbind(1)
     with engine_errors("apply its norm and head"):
         steps_P = engine.apply_model(partial(_steps_below_top, read_states(tensors, rows_P, -1), next_ids_P))[0]
-    asked, found = len(rows), sum(steps <= NEAR_STEPS for steps in steps_P)
+    asked, found = len(following), sum(steps <= NEAR_STEPS for steps in steps_P)
     if asked - found > max(1, MAX_LOST_SHARE * asked):
         raise invalid(
             "states-of-other-answers",
             f"extract: {file.shard.name}",
             f"the verifier's norm and head give {found} of {asked} answered tokens from the stored states",
-            f"at least {1 - MAX_LOST_SHARE:.0%}: the answers were generated greedily",
+            f"at least {1 - MAX_LOST_SHARE:.0%}: they were generated greedily",
             "make the samples again: dvc repro --single-item --force sample; if it stays, vLLM does not extract this "
             "architecture rightly",
             "a draft trained on states that do not belong to its answers is accepted rarely, without an error",
         )
-    return asked, found
+    return found
 
 
-def _rows_before_answers(shard: Shard, splits: Collection[str]) -> list[int]:
-    """Rows whose next token is an answered one of these splits, at most CHECKED_POSITIONS, evenly spread."""
-    rows = [
-        begin + index - 1
+def _following(shard: Shard, splits: Collection[str], said: Sequence[int]) -> list[tuple[int, int]]:
+    """(row, greedy token after it), at most CHECKED_POSITIONS, evenly spread.
+
+    Answered tokens of these splits; where the shard has none, what the engine said after each sample.
+    """
+    answered = [
+        (begin + index - 1, sample.input_ids[index])
         for sample, begin in zip(shard.samples, shard.offsets, strict=False)
         if sample.split in splits
         for index, answered in enumerate(sample.loss_mask)
         if answered and index
     ]
-    return rows[:: max(1, -(-len(rows) // CHECKED_POSITIONS))]
+    following = answered or [(end - 1, token) for end, token in zip(shard.offsets[1:], said, strict=True)]
+    return following[:: max(1, -(-len(following) // CHECKED_POSITIONS))]
 
 
 @torch.inference_mode()

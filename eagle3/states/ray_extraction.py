@@ -148,10 +148,11 @@ class _Run:
     def _go_on(self, member: _Member, reference: Any) -> None:
         try:
             said = self.ray.get(reference)
-        except self.ray.exceptions.RayActorError as error:
-            return self._replace(member, " ".join(str(error).split())[:600])
         except self.ray.exceptions.RayTaskError as error:
             return self._replace(member, f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())[:600]}")
+        except self.ray.exceptions.RayError as error:
+            # a dead actor is a RayActorError, but one that Ray's memory monitor ended is not (2.60.0: OutOfMemoryError)
+            return self._replace(member, " ".join(str(error).split())[:600])
         if isinstance(said, tuple) and said:
             return self._refused(member, said)
         if member.doing == "node":

@@ -32,6 +32,26 @@ def engine_limits(config: dict[str, Any]) -> Iterator[Problem]:
         )
 
 
+def packed_expert_limits(config: dict[str, Any], cpu_build: bool) -> Iterator[Problem]:
+    """INT4 experts on vLLM's CPU build (fused_moe/oracle/int_wna16.py). Not an error: `ignore` may name the experts."""
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    routed = any("experts" in name and type(value) is int and value > 1 for name, value in text.items())
+    quantised = text.get("quantization_config") or config.get("quantization_config") or {}
+    packed = isinstance(quantised, dict) and quantised.get("quant_method") == "compressed-tensors"
+    if cpu_build and routed and packed:
+        yield Problem(
+            "packed-experts",
+            "verifier.source",
+            "experts, weights quantised by compressed-tensors, and a CPU build of vLLM",
+            "a GPU build, or experts that are not packed",
+            "run every stage that starts an engine on a GPU",
+            "vLLM 0.32.0 stops with: No WNA16 MoE backend supports the deployment configuration (its kernel for INT4 "
+            "experts wants AMX, and does not take the routing of DeepSeek-V3 and Kimi)",
+            "warning",
+        )
+
+
 def serving_limits(config: dict[str, Any], cpu_build: bool) -> Iterator[Problem]:
     """What stops serve-test alone: a draft beside latent attention on vLLM's CPU build (v1/worker/utils.py)."""
     nested = config.get("text_config")
