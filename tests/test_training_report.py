@@ -42,6 +42,12 @@ def test_a_run_that_did_not_improve_says_so():
     assert "did not improve" not in verdict([record(0, 3)], 1)
 
 
+def test_a_run_that_did_not_improve_the_draft_it_started_from_says_so():
+    started = [verdict([record(0, 3), record(1, 5)], 1, record(0, before)) for before in (4, 5, 6)]
+    assert ["did not improve on the draft it started from" in said for said in started] == [False, True, True]
+    assert started[2].endswith("(1.600)")
+
+
 def test_tables_have_a_row_per_epoch_and_per_step(tmp_path):
     write_reports(lambda name: tmp_path / name, [record(0, 3), record(1, 5)], 1)
     assert (tmp_path / "reports/loss.csv").read_text() == "checkpoint,train,val\n0,2.0,3.0\n1,1.0,2.0\n"
