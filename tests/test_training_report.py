@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from eagle3.acceptance import Acceptance
 from eagle3.drafts.training_curves import EpochMetrics
-from eagle3.drafts.training_report import best_epoch, epoch_record, summary, verdict, write_reports
+from eagle3.drafts.training_report import best_epoch, epoch_record, progress, summary, verdict, write_reports
 
 
 def record(epoch: int, val_accepted: int, eval_accepted: int = 0) -> dict:
@@ -34,6 +34,13 @@ def test_the_report_is_the_best_checkpoints_numbers_under_honest_names():
         "walk_without_loops_acceptance_length_val_1_tokens": 1.5,
         "walk_without_loops_acceptance_length_eval_1_tokens": 1.4,
     }
+
+
+def test_every_checkpoint_says_its_walk_and_beside_it_what_the_plain_accuracy_is():
+    assert progress(record(1, 5, 4), 1) == (
+        "epoch_1: loss 1.000, val 2.000, acceptance length by walk at k=1: 1.500 on val, 1.400 on eval; "
+        "accuracy on val, inside the draft vocabulary, 0.250"
+    )
 
 
 def test_a_run_that_did_not_improve_says_so():

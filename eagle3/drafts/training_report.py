@@ -88,9 +88,11 @@ def step_0(record: Record, k: int) -> str:
 
 def progress(record: Record, k: int) -> str:
     """The line of one checkpoint, while training goes on."""
+    accuracies = " ".join(f"{value:.3f}" for value in record["val_accuracy"])
     return (
         f"epoch_{record['epoch']}: loss {record['train_loss']:.3f}, val {record['val_loss']:.3f}, acceptance length by "
-        f"walk at k={k}: {walk_length(record, 'val', k):.3f} on val, {walk_length(record, 'eval', k):.3f} on eval"
+        f"walk at k={k}: {walk_length(record, 'val', k):.3f} on val, {walk_length(record, 'eval', k):.3f} on eval; "
+        f"accuracy on val, inside the draft vocabulary, {accuracies}"
     )
 
 
