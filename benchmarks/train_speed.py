@@ -1,12 +1,12 @@
 """data/hidden_states, data/vocab_map -> tokens/s of a training step, the library's forward against ours, in turns.
 
-    python -m benchmarks.train_speed [--steps 50] [--threads 2] [--rows 1024] [--free]
+    python -m benchmarks.train_speed [--steps 50] [--threads 2] [--rows 1024] [--optimizer adamw] [--free]
 
 The library trains; before each step ours takes over its weights (not timed), so that both compute the same thing:
-forward under bfloat16 autocast, backward, clipping, AdamW, as speculators' Trainer does them (0.9.0), one side after
-the other on one row, so that whatever else the machine does hits both. The library's side is its own forward with
-`sdpa`, its eager loss and torch's default AdamW. Exit status 1 when the losses differ by more than 1e-3 at any step, or
-ours is less than twice as fast.
+forward under bfloat16 autocast, backward, clipping and the optimizers of params.yaml, as speculators' Trainer does them
+(0.9.0), one side after the other on one row, so that whatever else the machine does hits both. The library's side is
+its own forward with `sdpa`, its eager loss and torch's default AdamW. Exit status 1 when the losses differ by more than
+1e-3 at any step, or ours is less than twice as fast.
 
 --free: also let ours train alone from the same start, and beside it the library from weights that differ by 1e-6 of
 themselves: how far apart two runs drift that differ by rounding, printed for each step.
@@ -20,13 +20,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.train.optimizers import build_optimizers
 
 from eagle3.drafts.draft_architecture import resolve_architecture
 from eagle3.drafts.draft_model import build_draft, read_vocabulary
@@ -51,7 +52,7 @@ class Side:
     name: str
     model: Any
     forward: Callable[..., Any]
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -65,10 +66,12 @@ class Side:
         start = time.perf_counter()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             _, loss, metrics = self.forward(self.model, **batch, **call)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.losses.append({name: value.item() for name, value in metrics.items()}["loss_sum"])
         self.seconds.append(time.perf_counter() - start)
 
@@ -86,14 +89,18 @@ class Bench:
         states = HiddenStates(HIDDEN_STATES)
         documents = read_documents(states, size, steps).by_split["train"]
         self.rows = PackedRows(states, documents, size, params.seed)
-        self.call = trainer_config(params.train, 1, Path("unused")).train_call_kwargs or {}
+        self.config = trainer_config(params.train, 1, Path("unused"))
+        self.call = self.config.train_call_kwargs or {}
 
     def side(self, name: str, library: bool) -> Side:
         model = copy.deepcopy(self.model)
-        adamw = torch.optim.AdamW(model.parameters(), lr=self.params.train.learning_rate)
+        optimizers = build_optimizers(model, self.config)
         if library:
-            return Side(name, model, Eagle3DraftModel.forward, adamw)
-        return Side(name, model, type(model).forward, one_pass_adamw(adamw))
+            return Side(name, model, Eagle3DraftModel.forward, optimizers)
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.AdamW):
+                one_pass_adamw(optimizer)
+        return Side(name, model, type(model).forward, optimizers)
 
     def batches(self, count: int) -> Iterator[dict[str, Any]]:
         rows = (row for epoch in range(count) for row in self.rows.rows(epoch))
@@ -105,10 +112,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], help="instead of that of params.yaml")
     parser.add_argument("--free", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    bench = Bench(read_params(), options.rows)
+    params = read_params()
+    asked = replace(params.train, optimizer=options.optimizer or params.train.optimizer)
+    bench = Bench(replace(params, train=asked), options.rows)
     library, ours = bench.side("speculators", library=True), bench.side("ours", library=False)
     free = [bench.side("ours, alone", library=False), bench.side("speculators, moved", library=True)]
     with torch.no_grad():
@@ -130,7 +140,7 @@ def main() -> int:
             print(f"  {first:3}", *(f"{one:.1e}" for one in each[first : first + PER_LINE]))
     ratio = statistics.median(a / b for a, b in zip(library.seconds, ours.seconds, strict=True))
     difference = apart(ours, library)
-    print(f"{ratio:.2f} times as fast (median over {len(tokens)} steps), losses apart by at most {difference:.1e}")
+    print(f"{ratio:.2f} times as fast (median over {len(tokens)} steps), losses apart by at most {difference:.2e}")
     return int(difference > MAX_LOSS_DIFFERENCE or ratio < MIN_RATIO)
 
 

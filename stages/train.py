@@ -62,7 +62,7 @@ def run(stage: Stage) -> None:
         token_passes=float(done["token_passes"]),
         state_seconds=done["saving_seconds"],
     )
-    print(f"train: {verdict(records, params.ttt_steps)}")
+    print(f"train: {verdict(records, params.ttt_steps, done['warm_start'])}")
 
 
 if __name__ == "__main__":

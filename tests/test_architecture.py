@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.params import RECORDS
+from eagle3.yaml12 import read_yaml
 from tests.code_deps import ROOT, closure, file_of, imports_of, module_of, stages
 
 STAGES = stages()
@@ -112,6 +113,17 @@ def test_no_out_is_uncached_or_persistent(name):
     for out in STAGES[name].get("outs", []):
         options = next(iter(out.values())) if isinstance(out, dict) else {}
         assert set(options) <= {"push"}, "cache: false and persist: true switch the run cache off"
+
+
+def test_every_table_of_a_stage_is_drawn_by_columns_that_it_has():
+    """Without a plot of its own DVC draws a table's last column over the number of the row."""
+    tables = {name for stage in STAGES.values() for plot in stage.get("plots", []) for name in plot}
+    plots = [definition for plot in read_yaml(ROOT / "dvc.yaml")["plots"] for definition in plot.values()]
+    assert {name for plot in plots for name in plot["y"]} == tables
+    for plot in plots:
+        for name, columns in plot["y"].items():
+            header = (ROOT / name).read_text().splitlines()[0].split(",")
+            assert {plot["x"], *([columns] if isinstance(columns, str) else columns)} <= set(header), name
 
 
 def test_every_section_of_params_has_a_reader():

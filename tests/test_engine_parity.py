@@ -31,11 +31,10 @@ from tests.tiny import tiny_verifier
 from tests.training_inputs import States, random_states
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
-DRAFT = read_params(ROOT / "params.yaml").draft
+PARAMS = read_params(ROOT / "params.yaml")
+DRAFT, BOUND = PARAMS.draft, PARAMS.simulate_weight_load.max_logit_steps
 K, STEPS = 64, 3
 H, NOISE = 256, 0.05
-# No logit of these random drafts stands out, so that the same rounding is more steps than in a trained one (2.0).
-BOUND = 6.0
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 FC_NORMS = {"none": (False, False), "norm_before_fc": (True, False), "fc_norm": (False, True)}
 ARCHITECTURES = {
@@ -80,8 +79,9 @@ def served_checkpoint(verifier: Verifier, params: DraftParams, folder: Path, num
     model = build_draft(architecture, verifier, (d2t, t2d), STEPS, 0)
     for name, tensor in model.named_parameters():
         if tensor.requires_grad:  # norms away from one, and weights wide enough for clear preferences
-            with torch.no_grad():
-                tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))) * NOISE)
+            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))) * NOISE
+            with torch.no_grad():  # as the file will hold it: no logit of a random draft stands out from its rounding
+                tensor.copy_((tensor + noise).bfloat16())
     states = random_states(3, 40, num_aux, H)
     rows = probe_rows(states, val_documents(states, 128), 128, STEPS)
     nested = write_epoch(folder / "nested", 0, model, verifier.source)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from eagle3.acceptance import Acceptance
 from eagle3.drafts.training_curves import EpochMetrics
-from eagle3.drafts.training_report import best_epoch, epoch_record, summary, verdict, write_reports
+from eagle3.drafts.training_report import best_epoch, epoch_record, progress, summary, verdict, write_reports
 
 
 def record(epoch: int, val_accepted: int, eval_accepted: int = 0) -> dict:
@@ -36,10 +36,23 @@ def test_the_report_is_the_best_checkpoints_numbers_under_honest_names():
     }
 
 
+def test_every_checkpoint_says_its_walk_and_beside_it_what_the_plain_accuracy_is():
+    assert progress(record(1, 5, 4), 1) == (
+        "epoch_1: loss 1.000, val 2.000, acceptance length by walk at k=1: 1.500 on val, 1.400 on eval; "
+        "accuracy on val, inside the draft vocabulary, 0.250"
+    )
+
+
 def test_a_run_that_did_not_improve_says_so():
     assert "did not improve" in verdict([record(0, 5), record(1, 3)], 1)
     assert "did not improve" not in verdict([record(0, 3), record(1, 5)], 1)
     assert "did not improve" not in verdict([record(0, 3)], 1)
+
+
+def test_a_run_that_did_not_improve_the_draft_it_started_from_says_so():
+    started = [verdict([record(0, 3), record(1, 5)], 1, record(0, before)) for before in (4, 5, 6)]
+    assert ["did not improve on the draft it started from" in said for said in started] == [False, True, True]
+    assert started[2].endswith("(1.600)")
 
 
 def test_tables_have_a_row_per_epoch_and_per_step(tmp_path):

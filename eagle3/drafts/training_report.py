@@ -60,13 +60,18 @@ def summary(records: Sequence[Record], k: int) -> Record:
     return {"best_checkpoint": best["epoch"], **losses, **accuracies, **walks}
 
 
-def verdict(records: Sequence[Record], k: int) -> str:
-    """One line for people; says so when later checkpoints did not help."""
+def verdict(records: Sequence[Record], k: int, start: Record | None = None) -> str:
+    """One line for people; says so when training, or all after its first checkpoint, did not help.
+
+    start: as in `write_reports`.
+    """
     best = records[best_epoch(records, k)]
     text = (
         f"{len(records)} checkpoints, best epoch_{best['epoch']}: val loss {best['val_loss']:.3f}, acceptance length "
         f"by walk at k={k}: {walk_length(best, 'val', k):.3f} on val, {walk_length(best, 'eval', k):.3f} on eval"
     )
+    if start and walk_length(best, "val", k) <= walk_length(start, "val", k):
+        return f"{text}; validation did not improve on the draft it started from ({walk_length(start, 'val', k):.3f})"
     if len(records) > 1 and best["epoch"] == records[0]["epoch"]:
         return f"{text}; validation did not improve after the first checkpoint"
     return text
@@ -83,9 +88,11 @@ def step_0(record: Record, k: int) -> str:
 
 def progress(record: Record, k: int) -> str:
     """The line of one checkpoint, while training goes on."""
+    accuracies = " ".join(f"{value:.3f}" for value in record["val_accuracy"])
     return (
         f"epoch_{record['epoch']}: loss {record['train_loss']:.3f}, val {record['val_loss']:.3f}, acceptance length by "
-        f"walk at k={k}: {walk_length(record, 'val', k):.3f} on val, {walk_length(record, 'eval', k):.3f} on eval"
+        f"walk at k={k}: {walk_length(record, 'val', k):.3f} on val, {walk_length(record, 'eval', k):.3f} on eval; "
+        f"accuracy on val, inside the draft vocabulary, {accuracies}"
     )
 
 

@@ -33,7 +33,6 @@ class ServerSettings:
     trust_remote_code: bool = False
     draft: Path | None = None
     num_speculative_tokens: int = 0
-    enforce_eager: bool = True
     # the name of vLLM's parser where tools may be called
     tool_parser: str = ""
 
@@ -48,9 +47,9 @@ def server_command(settings: ServerSettings, name: str, port: int) -> list[str]:
         *("--tensor-parallel-size", str(num_ranks(settings.machine)), "--generation-config", "vllm"),
         # a cached prefix changes the shapes of the prefill and with them bf16 bits; answers must not depend on order
         "--no-enable-prefix-caching",
+        # as sample's engine, whose bits the answers are compared with
+        "--enforce-eager",
     ]
-    if settings.enforce_eager:
-        command.append("--enforce-eager")
     if settings.tool_parser:
         command += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
     if settings.trust_remote_code:
