@@ -20,7 +20,7 @@ from eagle3.sampling.samples import write_samples
 from eagle3.sampling.turns import keeps_answers
 from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.vllm_engine import start_engine
-from eagle3.verifiers.chat_tokenizer import load_chat, special_token_ids
+from eagle3.verifiers.chat_tokenizer import load_chat, special_token_ids, template_token_ids
 from eagle3.verifiers.verifier import require_window, resolve_verifier
 
 # A prefix cache would let the bits of an answer hang on the prompts before it, so on where a killed run resumed.
@@ -56,6 +56,7 @@ def run(stage: Stage) -> None:
     decisions = {
         "vocab_size": chat.vocab_size,
         "special_token_ids": special_token_ids(chat.tokenizer, verifier),
+        "template_token_ids": template_token_ids(chat),
         "skipped_by_reason": by_reason,
         "sources": sources.read,
         "turns": making.turns.as_dict(),

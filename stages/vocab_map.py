@@ -22,7 +22,7 @@ def run(stage: Stage) -> None:
     made = read_manifest(SAMPLES, "sample")
     verify_files(SAMPLES, made)
     vocab_size, draft_vocab_size = made.decided_size("vocab_size"), stage.params.vocab_map.draft_vocab_size
-    every_special = made.decided_list("special_token_ids", int)
+    every_special, template = (made.decided_list(f"{name}_token_ids", int) for name in ("special", "template"))
     counts_SV = count_answered(token_columns(SAMPLES), len(SPLITS), vocab_size)
     train_V, val_V, eval_V = (counts_SV[SPLITS.index(split)] for split in ("train", "val", "eval"))
     if not train_V.any():
@@ -30,7 +30,7 @@ def run(stage: Stage) -> None:
         raise invalid("no-answers", str(SAMPLES), found, "answers that tell which tokens the draft needs", fix)
     # tokenizers may name special tokens that the model has no row for; nothing can ever generate them
     special = [token_id for token_id in every_special if token_id < vocab_size]
-    ids_K = choose_ids(train_V, val_V, special, draft_vocab_size)
+    ids_K = choose_ids(train_V, val_V, {*special, *template}, draft_vocab_size)
 
     folder = stage.out("data/vocab_map")
     folder.mkdir(parents=True)
@@ -43,6 +43,7 @@ def run(stage: Stage) -> None:
         "coverage_val": round(coverage(val_V, ids_K), 6),
         "coverage_eval": round(coverage(eval_V, ids_K), 6),
         "special_token_ids": special,
+        "template_token_ids": template,
         "special_token_ids_without_a_row": sorted({*every_special} - {*special}),
     }
     counts = {

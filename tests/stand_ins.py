@@ -73,7 +73,7 @@ def run(stage: Stage) -> None:
     write_samples(folder, samples)
     counts = {split: sum(sample.split == split for sample in samples) for split in ("train", "val", "eval")}
     counts |= {"tokens": 64 * len(samples), "supervised_tokens": 60 * len(samples)}
-    decisions = {"vocab_size": 160, "special_token_ids": [0, 1, 2]}
+    decisions = {"vocab_size": 160, "special_token_ids": [0, 1, 2], "template_token_ids": [1, 2]}
     engines = {"vllm": stage.params.engines.vllm}
     write_manifest(folder, Manifest("sample", stage.values, {}, VERIFIER_ID, engines, counts, decisions))
 """

@@ -22,6 +22,8 @@ from eagle3.machine import DEFAULT
 from eagle3.manifests import read_manifest, verify_files
 from eagle3.problems import InvalidInput
 from eagle3.sampling.answers import Answering, Generation, Prompt
+from eagle3.sampling.conversations import Conversation
+from eagle3.sampling.sample_making import blocks
 from eagle3.sampling.samples import Sample, read_samples
 from tests.tiny import tiny_tokenizer, tiny_verifier, write_conversations
 
@@ -104,6 +106,8 @@ def test_the_stage_accounts_for_every_row(finished: tuple[Path, str]) -> None:
     assert {reasons[name] for name in ("duplicate", "too_long", "empty")} == {1}
     assert set(manifest.files) == {"samples.parquet", "skipped.jsonl"}
     assert manifest.decisions["special_token_ids"] == [0, 1, 2]
+    around = tiny_tokenizer()("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    assert manifest.decisions["template_token_ids"] == sorted({*around["input_ids"]})
     assert said.splitlines()[-1].startswith(f"sample: read {len(TEXTS) + 3}, kept 161, ")
     assert str(folder) not in (folder / "data" / "samples" / "manifest.json").read_text()
 
@@ -236,14 +240,27 @@ def test_eval_answers_are_those_of_one_request_at_a_time(
 
 
 @pytest.mark.engine
-def test_a_chunk_is_what_the_engine_answers_at_once(finished: tuple[Path, str], engine: Any, tmp_path: Path) -> None:
+def test_answers_of_another_batch_size_are_never_taken(finished: tuple[Path, str], engine: Any, tmp_path: Path) -> None:
     asked = prompts_of(read_samples(finished[0] / "data" / "samples")[:2])
-    two, one = (replace(answering(engine, tmp_path)._generation, max_num_seqs=number) for number in (2, 1))
-    assert len(Answering(two, tmp_path, lambda: engine).answers(asked, "train")) == 2
-    with pytest.raises(AssertionError, match="a chunk is"):
-        Answering(one, tmp_path, lambda: engine).answers(asked, "train")
-    Answering(one, tmp_path, lambda: engine).answers(asked[:1], "train")
-    assert len([*tmp_path.glob("answers-*.json")]) == 2, "answers of another batch size are never taken"
+    for number in (2, 1):
+        generation = replace(answering(engine, tmp_path)._generation, max_num_seqs=number)
+        assert len(Answering(generation, tmp_path, lambda: engine).answers(asked, "train")) == 2
+    assert len([*tmp_path.glob("answers-*.json")]) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 31, 128])
+def test_a_conversation_more_changes_the_block_it_falls_in_and_hardly_another(size: int) -> None:
+    rows = [Conversation("s", str(n), ({"role": "user", "content": str(n)},)) for n in range(2001)]
+    before = list(blocks(rows[:2000], size))
+    assert [row for block in before for row in block] == sorted(rows[:2000], key=lambda row: row.conversation_id)
+    assert all(len(block) >= max(1, size // 2) for block in before[:-1])
+    assert 0.7 * size <= 2000 / len(before) <= 1.5 * size
+    changed = []
+    for out in range(0, 2000, 100):
+        other = list(blocks(rows[:out] + rows[out + 1 :], size))
+        changed.append(sum(block not in before for block in other))
+    assert sum(changed) / len(changed) <= 2.5
+    assert list(blocks([], size)) == []
 
 
 @pytest.mark.engine

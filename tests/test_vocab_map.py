@@ -216,14 +216,17 @@ def sample(number, split, answer):
 
 @pytest.fixture
 def repository(tmp_path):
-    """What the stage reads. Answers: train 5, 5, 6; val 5, 9; eval 8, 8, 9, 5. Special: 1, and 99, which has no row."""
+    """What the stage reads. Answers: train 5, 5, 6; val 5, 9; eval 8, 8, 9, 5. Special: 1 and 99; the template's: 7.
+
+    99 has no row.
+    """
     for name in ("eagle3", "stages"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     folder = tmp_path / "data" / "samples"
     write_samples(folder, [sample(0, "train", [5, 5, 6]), sample(0, "val", [5, 9]), sample(0, "eval", [8, 8, 9, 5])])
-    decisions = {"vocab_size": 10, "special_token_ids": [1, 99]}
+    decisions = {"vocab_size": 10, "special_token_ids": [1, 99], "template_token_ids": [7]}
     write_manifest(folder, Manifest("sample", verifier={"sha256": "a" * 64}, decisions=decisions))
     return tmp_path
 
@@ -242,14 +245,15 @@ def test_the_stage_writes_the_map_and_what_it_covers(repository):
     assert done.returncode == 0, done.stderr
     folder = repository / "data" / "vocab_map"
     manifest = read_manifest(folder, "vocab-map")
-    assert np.flatnonzero(read_vocab_map(folder)[1]).tolist() == [1, 5, 6, 9]
+    assert np.flatnonzero(read_vocab_map(folder)[1]).tolist() == [1, 5, 6, 7]
     assert manifest.decisions == {
         "draft_vocab_size": 4,
         "vocab_size": 10,
         "coverage_train": 1.0,
-        "coverage_val": 1.0,
-        "coverage_eval": 0.5,
+        "coverage_val": 0.5,
+        "coverage_eval": 0.25,
         "special_token_ids": [1],
+        "template_token_ids": [7],
         "special_token_ids_without_a_row": [99],
     }
     tokens = {"train_tokens": 3, "val_tokens": 2, "eval_tokens": 4}
@@ -257,17 +261,17 @@ def test_the_stage_writes_the_map_and_what_it_covers(repository):
     assert manifest.inputs["samples"] == read_manifest(repository / "data" / "samples", "sample").as_dict()
     assert (
         done.stdout.splitlines()[-1]
-        == "vocab-map: 4 of 10 tokens, which cover 100.00% of train, 50.00% of held-out eval"
+        == "vocab-map: 4 of 10 tokens, which cover 100.00% of train, 25.00% of held-out eval"
     )
 
 
 def test_the_stage_warns_where_held_out_answers_are_covered_badly(repository):
     """Padding takes val's own tokens, so val would say 50% where unseen text gets 25%."""
-    warning, said = run_stage(repository, 2).stdout.splitlines()
+    warning, said = run_stage(repository, 3).stdout.splitlines()
     assert warning.startswith(
         "WARNING: the draft cannot propose 75.0% of the held-out (eval) answers' tokens; raise vocab_map"
     )
-    assert said == "vocab-map: 2 of 10 tokens, which cover 66.67% of train, 25.00% of held-out eval"
+    assert said == "vocab-map: 3 of 10 tokens, which cover 66.67% of train, 25.00% of held-out eval"
 
 
 def test_the_stage_writes_no_map_of_the_whole_vocabulary(repository):
@@ -281,7 +285,7 @@ def test_the_stage_refuses_samples_without_an_answer_and_a_manifest_that_was_cha
     folder = repository / "data" / "samples"
     write_samples(folder, [sample(0, "eval", [5])])
     (folder / "manifest.json").unlink()
-    decisions = {"vocab_size": 10, "special_token_ids": [1]}
+    decisions = {"vocab_size": 10, "special_token_ids": [1], "template_token_ids": []}
     write_manifest(folder, Manifest("sample", decisions=decisions))
     assert "ERROR no-answers: data/samples" in run_stage(repository, 4).stderr
     (folder / "manifest.json").unlink()

@@ -50,9 +50,9 @@ def count_answered(columns: Iterable[Columns], num_splits: int, vocab_size: int)
 def choose_ids(train_V: np.ndarray, val_V: np.ndarray, forced: Collection[int], draft_vocab_size: int) -> np.ndarray:
     """The K ids of the draft's vocabulary, ascending int64 [K].
 
-    First the `forced` ids (special tokens, which end turns and open tool calls however rare they are), then by count
-    in train, ties by id; where train knows fewer than K tokens, by count in val, then by id. Counts come from
-    `count_answered`. K over V, or under the number of forced ids, is `InvalidInput`.
+    First the `forced` ids (special tokens, which end turns and open tool calls however rare they are, and those of the
+    chat template), then by count in train, ties by id; where train knows fewer than K tokens, by count in val, then by
+    id. Counts come from `count_answered`. K over V, or under the number of forced ids, is `InvalidInput`.
     """
     vocab_size = len(train_V)
     if problems := list(_size_problems(draft_vocab_size, vocab_size, len(forced))):
@@ -80,7 +80,7 @@ def _size_problems(draft_vocab_size: int, vocab_size: int, num_forced: int) -> I
             "draft-vocabulary",
             where,
             str(draft_vocab_size),
-            f"at least {num_forced}, the special tokens of the verifier",
+            f"at least {num_forced}, the special tokens of the verifier and those of its chat template",
             f"dvc exp run -S {where}={min(vocab_size, max(1024, 2 * num_forced))}",
             "a draft that cannot propose the end of a turn is wrong at every one",
         )

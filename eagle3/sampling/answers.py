@@ -80,14 +80,13 @@ class Answering:
     def answers(self, prompts: Sequence[Prompt], split: str) -> list[Answer]:
         """One answer for each prompt, in order: a chunk, from disk where an earlier run has finished it."""
         together = split != "eval"
-        assert len(prompts) <= self.chunk_size(split), "a chunk is what one engine call, or one file, holds"
         path = self._scratch / f"answers-{self._key(prompts, together)}.json"
         if not path.exists():
             write_json(path, [asdict(answer) for answer in self._generate(prompts, together, self.rates[split])])
         return [Answer(**raw) for raw in json.loads(path.read_text(encoding="utf-8"))]
 
     def chunk_size(self, split: str) -> int:
-        """Prompts of one chunk: for train and val as many as the engine answers at once."""
+        """About so many prompts make one chunk: for train and val as many as the engine answers at once."""
         return EVAL_FILE if split == "eval" else self._generation.max_num_seqs
 
     def _key(self, chunk: Sequence[Prompt], together: bool) -> str:

@@ -15,6 +15,20 @@ from eagle3.sampling.turns import TurnCounts, Unusable, keeps_answers, lost, usa
 from eagle3.verifiers.chat_tokenizer import Chat, TemplateRefusal
 
 
+def blocks(rows: Sequence[Conversation], size: int) -> Iterator[Sequence[Conversation]]:
+    """About `size` rows each, in the order of their ids, ended by ids: one row more or less moves the ends next to it.
+
+    So a conversation more leaves most batches, and with them the bits of their answers and the shards of their states,
+    as they were. A block ends at the first id divisible by half the size after as many rows.
+    """
+    half, begin = max(1, size // 2), 0
+    rows = sorted(rows, key=lambda row: row.conversation_id)
+    for end, row in enumerate(rows, 1):
+        if end == len(rows) or (end - begin >= half and int(row.conversation_id, 16) % half == 0):
+            yield rows[begin:end]
+            begin = end
+
+
 class SampleMaking:
     """Makes the samples of one run. turns: those of the conversations that gave samples."""
 
@@ -45,10 +59,8 @@ class SampleMaking:
         """The samples of a split; a conversation that failed is written down as skipped."""
         from tqdm import tqdm
 
-        size = self._answering.chunk_size(split)
         with tqdm(total=len(rows), desc=f"{split} answers", unit="conversation", mininterval=1.0) as bar:
-            for begin in range(0, len(rows), size):
-                block = rows[begin : begin + size]
+            for block in blocks(rows, self._answering.chunk_size(split)):
                 made: set[str] = set()
                 for one in self._made(block, split):
                     if isinstance(one, Sample):

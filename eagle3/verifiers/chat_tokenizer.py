@@ -105,6 +105,15 @@ def special_token_ids(tokenizer: Any, verifier: Verifier) -> list[int]:
     return sorted(ids | _end_ids(_generation_config(verifier.path), GENERATION_CONFIG))
 
 
+def template_token_ids(chat: Chat) -> list[int]:
+    """Ascending ids of what the chat template says around an empty question and answer; none where it refuses them."""
+    question, answer = {"role": "user", "content": ""}, {"role": "assistant", "content": ""}
+    try:
+        return sorted({*chat.prompt_ids([question]), *chat.history_ids([question, answer])})
+    except TemplateRefusal:
+        return []
+
+
 def _end_ids(config: dict[str, Any], name: str) -> set[int]:
     """Its `eos_token_id`: one id, a list of them, or none."""
     declared = config.get("eos_token_id")
