@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.recipes import PAGE, RECIPES, Recipe, renewed, reports_of, row
+from benchmarks.recipes import PAGE, RECIPES, Recipe, longer, renewed, reports_of, row
+from eagle3.acceptance import Acceptance
 from eagle3.params import PARAMS_FILE
 from eagle3.plans.overrides import override
 from eagle3.yaml12 import read_yaml
@@ -28,3 +29,10 @@ def test_a_recipe_that_never_ran_is_not_a_row_of_numbers():
     made = renewed(page, {recipe.name: "" for recipe in RECIPES})
     assert f"| {RECIPES[-1].name} | not run |" in made
     assert f"`{RECIPES[-1].command}`" in made
+
+
+def test_the_difference_of_two_drafts_is_over_all_their_rounds():
+    one, other = Acceptance(10, (6, 3, 1)), Acceptance(5, (1, 0, 0))
+    assert longer([(one, other), (other, one)]) == 0
+    assert longer([(one, other), (one, other)]) == pytest.approx(2.0 - 1.2)
+    assert longer([(one, other), (other, other)]) == pytest.approx(1 + 11 / 15 - 1.2)
