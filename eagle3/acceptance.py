@@ -136,12 +136,12 @@ def rate_intervals(prompts: Sequence[Acceptance]) -> list[tuple[float, float]]:
     return [bootstrap([*zip(rounds, accepted, strict=True)], _per_round) for accepted in positions]
 
 
-def spread(interval: Sequence[float] | None) -> str:
+def spread(interval: Sequence[float] | None, digits: int = 3) -> str:
     """` (95%: 1.762 to 1.901)`; nothing where there is no interval."""
     if interval is None:
         return ""
     low, high = interval
-    return f" (95%: {low:.3f} to {high:.3f})"
+    return f" (95%: {low:.{digits}f} to {high:.{digits}f})"
 
 
 def _per_round(pairs: Sequence[tuple[int, int]]) -> float:

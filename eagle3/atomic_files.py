@@ -67,6 +67,11 @@ def are_on_one_disk(one: Path, other: Path) -> bool:
     return one.stat().st_dev == other.stat().st_dev and _mount(one) == _mount(other)
 
 
+def nearest(path: Path) -> Path:
+    """The path, or the first folder over it that exists: the file system that it will be on."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
 def _mount(path: Path) -> str:
     """Linux' number of the mount; "" where no /proc tells it."""
     fd = os.open(path, os.O_RDONLY)

@@ -83,15 +83,14 @@ def _checks() -> list[str]:
 def _served() -> list[str]:
     report = _report("serve-test", "reports/serve_test.json")
     served, greedy, speed = report["served"], report["greedy"], report["speed"]
-    slowest, fastest = speed["speed_up_interval_95"]
     rates = " ".join(f"{rate:.3f}" for rate in served["rate_per_position"])
     length = f"{served['acceptance_length']:.3f}{spread(served['interval_95'])}, {served['rounds']:,} rounds"
     free = f"{report['served_without_loops']['acceptance_length']:.3f} without loops"
     equal = f"{greedy['equal']} of {greedy['answers']} equal with and without the draft, {greedy['ties']} near-ties"
     speeds = (
         f"{speed['tokens_per_second_with_draft']:.1f} with the draft, "
-        f"{speed['tokens_per_second_without_draft']:.1f} without: {speed['speed_up']:.2f} times "
-        f"(95%: {slowest:.2f} to {fastest:.2f})"
+        f"{speed['tokens_per_second_without_draft']:.1f} without: {speed['speed_up']:.2f} times"
+        f"{spread(speed['speed_up_interval_95'], 2)}"
     )
     return [
         _row("acceptance length", f"{length}; {free}"),

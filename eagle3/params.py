@@ -221,7 +221,7 @@ class FlattenParams:
 
 @dataclass(frozen=True)
 class SimulateWeightLoadParams:
-    engine_level: str = choice("required", "off")
+    engine_level: str = choice("required", "load", "off")
     max_logit_steps: float = number(0.0, 1000.0)
 
 

@@ -109,6 +109,12 @@ def test_the_whole_table_as_it_is_printed(folder):
     assert max(map(len, closing_table().splitlines())) <= 100
 
 
+def test_a_speed_up_without_an_interval_stands_alone(folder):
+    alone = {**REPORT, "speed": {**REPORT["speed"], "speed_up_interval_95": None}}
+    (folder / "reports/serve_test.json").write_text(json.dumps(alone))
+    assert "tokens/s              36.3 with the draft, 25.1 without: 1.45 times" in closing_table().splitlines()
+
+
 def test_a_missing_part_says_what_makes_it(folder):
     (folder / "data/checkpoints/manifest.json").unlink()
     (folder / "reports/serve_test.json").unlink()

@@ -142,6 +142,20 @@ def test_a_disk_with_little_room(here, monkeypatch):
     assert "disk" in codes("warning")
 
 
+def test_a_cache_on_another_disk_than_the_data(here, monkeypatch):
+    """The cache that DVC uses, also before it is made; where that is moved beside the data the warning is gone."""
+    monkeypatch.setattr(doctor, "are_on_one_disk", lambda data, cache: not cache.is_relative_to(here / "elsewhere"))
+    for name in ("data", "elsewhere", "beside"):
+        (here / name).mkdir()
+    assert "file-systems" not in codes("warning")
+    local = here / ".dvc/config.local"
+    local.write_text(f"[cache]\n    dir = {here / 'elsewhere/cache'}\n")
+    [found] = [problem for problem in doctor.diagnose() if problem.code == "file-systems"]
+    assert str(here / "elsewhere") in found.found
+    local.write_text(f"[cache]\n    dir = {here / 'beside/cache'}\n")
+    assert "file-systems" not in codes("warning")
+
+
 def test_a_list_of_the_cache_with_a_flipped_bit(here):
     text = b'[{"md5": "32d7de0ad90437a10c66fe9319999576", "relpath": "manifest.json"}]'
     digest = hashlib.md5(text).hexdigest()

@@ -82,6 +82,9 @@ def test_too_little_disk_is_an_error_and_too_little_memory_a_warning(tmp_path, m
     assert (disk, memory) == ("error", "warning")
     assert said == f"{enough - 1001:,} bytes free once extract has run"
     assert [said for _, said in found(1000 + LOW_WATER_BYTES - 1, 500)] == ["1.07 GB free"]
+    needs[0] = replace(needs[0], freed=600)
+    assert not found(enough - 600, 500)
+    assert [said for _, said in found(enough - 601, 500)] == [f"{enough - 1001:,} bytes free once extract has run"]
 
 
 def test_the_command_says_both_and_fails_where_it_cannot_fit(tmp_path, monkeypatch, capsys):

@@ -6,11 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from eagle3.checks.engine_load import EngineLoad
+from eagle3.checks.simulated_load import SimulatedLoad
 from eagle3.drafts.walk_files import write_walks
 from eagle3.formats.checkpoint_files import PROBE
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
@@ -177,6 +180,41 @@ def test_without_vllm_the_required_level_names_both_ways_out(work, monkeypatch):
     with pytest.raises(InvalidInput, match="install it") as caught:
         simulated("required")
     assert "engine_level=off" in str(caught.value)
+
+
+class Loaded:
+    """vLLM's answer to a checkpoint that it loads."""
+
+    def load(self, folder: Path, simulated: SimulatedLoad) -> EngineLoad:
+        return EngineLoad("Eagle3", {}, {}, "", ())
+
+
+@pytest.fixture
+def gpu_build(work, monkeypatch) -> None:
+    """vLLM that loads every file and has no attention kernel for the CPU."""
+    flattened()
+    monkeypatch.setattr("eagle3.checks.engine_parity.is_possible", lambda: False)
+    monkeypatch.setattr("eagle3.checks.engine_load.engine", lambda config: nullcontext(Loaded()))
+    monkeypatch.setattr("eagle3.checks.engine_load.witness_problems", lambda real, simulated: iter(()))
+
+
+def test_the_required_level_fails_where_logits_cannot_be_compared(gpu_build):
+    with pytest.raises(InvalidInput) as caught:
+        simulated("required")
+    [problem] = caught.value.problems
+    assert (problem.code, problem.severity) == ("no-parity", "error")
+    assert "engine_level=load" in problem.fix
+    assert not Path("reports/simulate_weight_load.json").exists()
+
+
+def test_the_level_of_the_load_warns_where_logits_cannot_be_compared(gpu_build, capsys):
+    level = simulated("load")["engine_level"]
+    assert level["level"] == "load"
+    assert level["parity"] == {f"epoch_{epoch}": {"skipped": "vLLM's CPU build is needed"} for epoch in range(3)}
+    told = capsys.readouterr().out
+    assert "WARNING no-parity" in told
+    assert "engine_level=load" not in told
+    assert told.endswith("logits not compared\n")
 
 
 def stage(folder: Path, name: str) -> subprocess.CompletedProcess[str]:

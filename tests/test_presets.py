@@ -205,6 +205,11 @@ def test_its_layers_exist_and_its_heads_divide_by_eight_gpus(name):
 
 
 @pytest.mark.parametrize("name", FLAT)
+def test_its_engine_level_can_pass_on_a_gpu_build(name):
+    assert preset(name).simulate_weight_load.engine_level == "load"
+
+
+@pytest.mark.parametrize("name", FLAT)
 def test_its_flat_config_has_the_reference_values_and_its_load_passes_at_full_size(name, tmp_path):
     flat = tmp_path / "flat"
     flatten_folder(write_checkpoint(name, tmp_path), flat)

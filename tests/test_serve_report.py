@@ -93,6 +93,16 @@ def test_speed_is_new_tokens_over_the_time_of_a_waiting_client():
     assert report_of()["speed"]["speed_up"] == 2.0
 
 
+def test_speed_ups_without_an_interval_are_printed_without_one():
+    report = report_of()
+    assert "without: 2.0 times (95%: 2.00 to 2.00)\n" in report_lines(report)
+    for name in ("speed_up", "speed_up_per_prompt"):
+        report["speed"][f"{name}_interval_95"] = None
+    lines = report_lines(report).splitlines()
+    assert "tokens/s              4.0 with the draft, 2.0 without: 2.0 times" in lines
+    assert "  per prompt          2.0 times, the median" in lines
+
+
 def test_ties_are_counted_and_faults_fail():
     tie, fault = Judgement("a", 1, (6, 7), 20.0, (0.0, 1.0)), Judgement("b", 3, (5, 9), 20.0, (0.0, 40.0))
     greedy = report_of(None, (tie, fault))["greedy"]

@@ -23,7 +23,7 @@ import torch
 from eagle3.checks.engine_load import Engine
 from eagle3.formats.checkpoint_files import PROBE
 from eagle3.formats.parity_probe import ParityProbe, read_probe
-from eagle3.problems import InvalidInput, Problem
+from eagle3.problems import InvalidInput, Problem, format_problems
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,36 @@ class Parity:
         return {"positions": self.positions, "apart_in_bf16_steps": round(self.apart, 2)}
 
 
+def is_possible() -> bool:
+    """Only vLLM's CPU build has an attention kernel for the CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def skipped_parity(folders: list[Path], required: bool) -> dict[str, dict[str, Any]]:
+    """The report of a build that cannot be asked for logits, with a warning; `InvalidInput` where they are required."""
+    problem = Problem(
+        "no-parity",
+        "simulate_weight_load.engine_level",
+        "a GPU build of vLLM, which has no attention kernel for the CPU",
+        "vLLM's CPU build, whose logits are compared with those of training",
+        "run it where requirements/cpu.lock is installed"
+        + (", or go without: dvc exp run -S simulate_weight_load.engine_level=load" if required else ""),
+        "a wrong norm flag, rope, map or head loads without a word; then only the walk against the server shows it",
+        "error" if required else "warning",
+    )
+    if required:
+        raise InvalidInput(problem)
+    print(format_problems([problem]))
+    return {folder.name: {"skipped": "vLLM's CPU build is needed"} for folder in folders}
+
+
 def epochs_parity(engine: Engine, folders: list[Path], max_steps: float) -> dict[str, dict[str, Any]]:
     """The parity of each checkpoint folder by its name; `InvalidInput` with every one that is not as trained.
 
     max_steps: how many bfloat16 steps the logits may be apart.
-
-    Said, not done, where vLLM has no attention kernel for the CPU.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return {folder.name: {"skipped": "vLLM's CPU build is needed"} for folder in folders}
     found = {}
     for folder in folders:
         probe = read_probe(folder / PROBE)

@@ -146,13 +146,14 @@ class CpuEagle3DraftModel(Eagle3DraftModel):
         return torch.stack(outputs)
 
     def _combined(self, aux_TX: torch.Tensor) -> torch.Tensor:
-        """The aux states, normed as configured, through fc: [T, H]."""
+        """The aux states, normed as configured, through fc: [T, H] in float32, as beside the library's embeddings."""
         if self.input_norm is not None:
             aux_TX = rms_norm(aux_TX, self.input_norm)
         if self.fc_norm is not None:
             parts = aux_TX.chunk(len(self.fc_norm), dim=-1)
             aux_TX = torch.cat([rms_norm(part, norm) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(aux_TX)
+        combined: torch.Tensor = self.fc(aux_TX).float()
+        return combined
 
     def _heads(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The draft's and the verifier's head in bfloat16, cast once: both are frozen."""

@@ -9,7 +9,10 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 
 def rms_norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    """`norm(x)` for a LlamaRMSNorm (transformers 5.19), [.., H] in float32; bfloat16 is not rounded to in between."""
+    """`norm(x)` for a LlamaRMSNorm (transformers 5.19), [.., H] in float32.
+
+    As there, the normed `x` is rounded to its dtype before the weight: without, the loss of a row is a thousandth away.
+    """
     out: torch.Tensor = _RmsNorm.apply(x, norm.weight, norm.variance_epsilon)
     return out
 
@@ -26,7 +29,7 @@ class _RmsNorm(torch.autograd.Function):
         wide = x.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         scale = scale.div_(wide.shape[-1]).add_(epsilon).rsqrt_()
-        unit = wide * scale
+        unit = (wide * scale).to(x.dtype)
         ctx.save_for_backward(unit, scale, weight)
         ctx.dtype = x.dtype
         return unit * weight

@@ -80,7 +80,7 @@ def train(
     whole = copy.deepcopy(model) if shards and rank() == 0 else model
     with ExitStack() as stack:
         stack.enter_context(_on_this_device())
-        curves = stack.enter_context(curves_of(steps, silent=rank() != 0))
+        curves = stack.enter_context(curves_of(steps, num_processes(), silent=rank() != 0))
         trainer = EpochTrainer(model, config, train_rows, val_rows)
         if device().type == "cpu":
             trainer.device_type = "cpu"  # it falls back to "cuda", where autocast switches itself off

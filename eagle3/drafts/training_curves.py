@@ -27,11 +27,14 @@ class EpochMetrics:
 
 
 class Curves(logging.Handler):
-    """What the Trainer reports (a dictionary per step and per validation) as a progress bar and as epochs."""
+    """What the Trainer reports (a dictionary per step and per validation) as a progress bar and as epochs.
 
-    def __init__(self, bar: Any) -> None:
+    processes: how many train together; the Trainer's tokens/s are those of one, with a row like the others'.
+    """
+
+    def __init__(self, bar: Any, processes: int = 1) -> None:
         super().__init__()
-        self.bar = bar
+        self.bar, self.processes = bar, processes
         self.steps: list[dict[str, float]] = []
         self.val: dict[str, float] = {}
         self.epochs: list[EpochMetrics] = []
@@ -39,7 +42,7 @@ class Curves(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message: Any = record.msg
         if "train" in message:
-            self._step(message["train"], message["profile"]["tokens_per_s"])
+            self._step(message["train"], self.processes * message["profile"]["tokens_per_s"])
         elif "val" in message:
             self.val = message["val"]
 
@@ -80,7 +83,7 @@ class Curves(logging.Handler):
 
 
 @contextmanager
-def curves_of(steps: int, silent: bool = False) -> Iterator[Curves]:
+def curves_of(steps: int, processes: int = 1, silent: bool = False) -> Iterator[Curves]:
     """Attached to the library's metrics logger itself: its root handler turns the dictionaries into text.
 
     silent: without a progress bar.
@@ -88,7 +91,7 @@ def curves_of(steps: int, silent: bool = False) -> Iterator[Curves]:
     logger = logging.getLogger("speculators.metrics")
     level = logger.level
     with tqdm(total=steps, desc="train", unit="row", disable=silent) as bar:
-        curves = Curves(bar)
+        curves = Curves(bar, processes)
         logger.addHandler(curves)
         logger.setLevel(logging.INFO)
         try:

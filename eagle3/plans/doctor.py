@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
 
-from eagle3.atomic_files import are_on_one_disk
-from eagle3.dvc_records import rotten_listings
+from eagle3.atomic_files import are_on_one_disk, nearest
+from eagle3.dvc_records import cache_folder, rotten_listings
 from eagle3.engines import installed_version
 from eagle3.formats.json_files import read_json_object
 from eagle3.machine import Machine, executor_problems, read_machine
@@ -186,11 +186,11 @@ def _repository() -> Iterator[Problem]:
             "DVC checks out other files without a word",
         )
         yield Problem("rotten-list", str(path), "another content", "the md5 of its name", fix, consequence)
-    if Path("data").is_dir() and not are_on_one_disk(Path("data"), Path(".dvc")):
+    data, cache = Path("data"), nearest(cache_folder())
+    if data.is_dir() and not are_on_one_disk(data, cache):
         fix = "dvc config --local cache.dir PATH   (on the file system of data/)"
-        yield Problem(
-            "file-systems", "data", "not on the file system of .dvc", "one file system", fix, "copies", "warning"
-        )
+        found = f"not on the file system of DVC's cache, {cache}"
+        yield Problem("file-systems", "data", found, "one file system", fix, "copies", "warning")
     local = Path(".dvc/config.local")
     if local.is_file() and stat.S_IMODE(local.stat().st_mode) & 0o077 and _holds_secrets(local):
         found = f"mode {stat.S_IMODE(local.stat().st_mode):o}, with credentials in it"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3.atomic_files import nearest
 from eagle3.checks.draft_config import parse_draft_config
 from eagle3.checks.expected_tensors import expected_parameters
 from eagle3.closing_table import clock, last_runs
@@ -151,9 +152,11 @@ def shortages(needs: list[Need], memory: int) -> Iterator[Problem]:
     home = scratch_home()
     refused = list(space_problems(home / "extract", extract.disk, extract.output, extract.how, extract.freed))
     yield from refused
-    before = {writing.disk: writing.num_bytes for writing in writings(home / "extract", extract.disk, extract.output)}
+    taken = {nearest(home / "extract").stat().st_dev: -extract.freed}
+    for writing in writings(home / "extract", extract.disk, extract.output):
+        taken[writing.disk] = taken.get(writing.disk, 0) + writing.num_bytes
     for writing in [] if refused else writings(home / "train", train.disk, train.output):
-        free = shutil.disk_usage(writing.where).free - before.get(writing.disk, 0)
+        free = shutil.disk_usage(writing.where).free - taken.get(writing.disk, 0)
         if writing.num_bytes + ROOM_FOR_THE_RECORD > free:
             yield Problem(
                 "no-space",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from eagle3.serve.vllm_command import speculative_config
+from eagle3.serve.vllm_command import measured_flags, speculative_config
 
 Json = dict[str, Any]
 
@@ -77,6 +77,7 @@ def _revision(verifier: Json) -> str:
 def _measured(provenance: Json) -> str:
     report = provenance["metrics"]
     speed, greedy, versions = report["speed"], report["greedy"], provenance["engines"]
+    flags = " ".join(measured_flags(provenance["params"]["sample"]["max_model_len"]))
     rates, files = enumerate(_rates(report["served"])), report["questions"]["by_file"]
     rows = [
         ("acceptance length (tokens per verifier step)", _length(report["served"])),
@@ -98,7 +99,7 @@ def _measured(provenance: Json) -> str:
         f"By vLLM {versions['vllm']}, {report['num_speculative_tokens']} drafted tokens a round, {report['prompts']} "
         f"held-out prompts, {report['new_tokens']} new tokens, temperature 0, one request at a time; intervals are 95% "
         "by bootstrap over prompts. Speeds are those of the machine that ran the test; both servers were asked "
-        f"{speed['order']}.\n\n"
+        f"{speed['order']}, and were started with `{flags}`, which the line above leaves to vLLM.\n\n"
         f"| what | value |\n|---|---|\n{table}\n"
         f"Gates passed: {', '.join(sorted(report['gates']))}. {_engine_level(provenance)}\n"
     )
@@ -124,8 +125,7 @@ def _engine_level(provenance: Json) -> str:
 
 
 def _between(figures: Json, name: str) -> str:
-    low, high = figures[f"{name}_interval_95"]
-    return f"{figures[name]:.2f} times ({low:.2f} to {high:.2f})"
+    return f"{figures[name]:.2f} times{_bounds(figures[f'{name}_interval_95'], 2)}"
 
 
 def _parameters(params: Json, prefix: str = "") -> str:
@@ -148,9 +148,9 @@ def _rates(acceptance: Json) -> list[str]:
     return [f"{rate:.3f}{_bounds(interval)}" for rate, interval in zip(rates, intervals, strict=True)]
 
 
-def _bounds(interval: list[float] | None) -> str:
+def _bounds(interval: list[float] | None, digits: int = 3) -> str:
     """` (1.762 to 1.901)`; nothing where a single prompt was asked."""
-    return f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
+    return f" ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else ""
 
 
 def _made_from(provenance: Json, licence: str | None) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any
 
 from eagle3.acceptance import (
     Acceptance,
+    Part,
     Round,
     acceptance_of,
     acceptance_of_counts,
@@ -109,13 +110,12 @@ def _grouped(turns: Sequence[Turn], name: str) -> dict[str, list[Turn]]:
 def _of_questions(turns: Sequence[Turn], k: int) -> Report:
     found = [*_grouped(turns, "key").values()]
     accepted = ([count for turn in of_one for count in turn.answer.accepted] for of_one in found)
-    low, high = bootstrap(found, _speed_up_of_questions)
     return {
         "questions": len(found),
         "turns": len(turns),
         **with_intervals([acceptance_of_counts(counts, k) for counts in accepted]),
         "speed_up": round(_speed_up_of_questions(found), 3),
-        "speed_up_interval_95": [round(low, 3), round(high, 3)] if len(found) > 1 else None,
+        "speed_up_interval_95": _interval(found, _speed_up_of_questions),
     }
 
 
@@ -124,24 +124,27 @@ def _speed_up_of_questions(questions: Sequence[Sequence[Turn]]) -> float:
 
 
 def speed_report(answers: Sequence[Answer], others: Sequence[Answer], order: str) -> Report:
-    """Tokens per second with the draft (`answers`) and without it; intervals are over prompts.
+    """Tokens per second with the draft (`answers`) and without it; intervals are over prompts, null of a single one.
 
     speed_up: of all tokens; speed_up_per_prompt: the median of the prompts' own ratios.
     """
     pairs = [*zip(answers, others, strict=True)]
-    low, high = bootstrap(pairs, _speed_up)
-    low_median, high_median = bootstrap(pairs, _median_speed_up)
     return {
         "order": order,
         "tokens_per_second_with_draft": round(tokens_per_second(answers), 2),
         "tokens_per_second_without_draft": round(tokens_per_second(others), 2),
         "speed_up": round(_speed_up(pairs), 3),
-        "speed_up_interval_95": [round(low, 3), round(high, 3)],
+        "speed_up_interval_95": _interval(pairs, _speed_up),
         "speed_up_per_prompt": round(_median_speed_up(pairs), 3),
-        "speed_up_per_prompt_interval_95": [round(low_median, 3), round(high_median, 3)],
+        "speed_up_per_prompt_interval_95": _interval(pairs, _median_speed_up),
         "first_token_seconds_with_draft": round(median(one.first_token_seconds for one in answers), 4),
         "first_token_seconds_without_draft": round(median(one.first_token_seconds for one in others), 4),
     }
+
+
+def _interval(parts: Sequence[Part], figure: Callable[[Sequence[Part]], float]) -> list[float] | None:
+    """95%, by resampling `parts`; of a single one there is no spread."""
+    return [round(bound, 3) for bound in bootstrap(parts, figure)] if len(parts) > 1 else None
 
 
 def _speed_up(pairs: Sequence[tuple[Answer, Answer]]) -> float:

@@ -209,10 +209,10 @@ def report_lines(report: Report) -> str:
             f"{greedy['faults']} faults; {report['samples_reproduced']['prompts']} as in data/samples",
             *([f"  judged by           {greedy['judged_by']}"] if greedy["judged_by"] else []),
             f"tokens/s              {speed['tokens_per_second_with_draft']} with the draft, "
-            f"{speed['tokens_per_second_without_draft']} without: {speed['speed_up']} times "
-            f"(95%: {speed['speed_up_interval_95'][0]:.2f} to {speed['speed_up_interval_95'][1]:.2f})",
-            f"  per prompt          {speed['speed_up_per_prompt']} times (median; 95%: "
-            f"{speed['speed_up_per_prompt_interval_95'][0]:.2f} to {speed['speed_up_per_prompt_interval_95'][1]:.2f})",
+            f"{speed['tokens_per_second_without_draft']} without: {speed['speed_up']} times"
+            f"{spread(speed['speed_up_interval_95'], 2)}",
+            f"  per prompt          {speed['speed_up_per_prompt']} times"
+            f"{spread(speed['speed_up_per_prompt_interval_95'], 2)}, the median",
             f"  both servers asked  {speed['order']}",
             f"first token           {speed['first_token_seconds_with_draft']} s with the draft, "
             f"{speed['first_token_seconds_without_draft']} s without (medians)",

@@ -38,17 +38,13 @@ class ServerSettings:
 
 
 def server_command(settings: ServerSettings, name: str, port: int) -> list[str]:
-    """The command line. `--generation-config vllm`: sampling defaults of the model would change greedy answers."""
+    """The command line of vLLM's server, see the head of this file."""
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(settings.verifier.absolute()), "--served-model-name", name),
         *("--host", HOST, "--port", str(port)),
-        *("--max-model-len", str(settings.max_model_len), "--dtype", "bfloat16", "--seed", "0"),
-        *("--tensor-parallel-size", str(num_ranks(settings.machine)), "--generation-config", "vllm"),
-        # a cached prefix changes the shapes of the prefill and with them bf16 bits; answers must not depend on order
-        "--no-enable-prefix-caching",
-        # as sample's engine, whose bits the answers are compared with
-        "--enforce-eager",
+        *("--tensor-parallel-size", str(num_ranks(settings.machine))),
+        *measured_flags(settings.max_model_len),
     ]
     if settings.tool_parser:
         command += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
@@ -60,6 +56,19 @@ def server_command(settings: ServerSettings, name: str, port: int) -> list[str]:
     else:
         command += ["--logprobs-mode", "raw_logits"]  # for Client.next_logits; without logprobs nothing is computed
     return command
+
+
+def measured_flags(max_model_len: int) -> list[str]:
+    """What every server that is measured is told, beside model, draft and machine: figures hold with these flags."""
+    return [
+        *("--max-model-len", str(max_model_len), "--dtype", "bfloat16", "--seed", "0"),
+        # sampling defaults of the model would change greedy answers
+        *("--generation-config", "vllm"),
+        # a cached prefix changes the shapes of the prefill and with them bf16 bits; answers must not depend on order
+        "--no-enable-prefix-caching",
+        # as sample's engine, whose bits the answers are compared with
+        "--enforce-eager",
+    ]
 
 
 def speculative_config(draft: str, num_speculative_tokens: int) -> str:
