@@ -29,6 +29,7 @@ END = 2  # <|im_end|>
 ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "good day"}
 SYSTEM = {"role": "system", "content": "be kind"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+ENDING_CALL = CALL | {"tool_calls": [{"function": {"name": "say", "arguments": {"text": "<|im_end|>"}}}]}
 RESULT = {"role": "tool", "content": "42"}
 # ChatML with tools, calls, and reasoning that is shown for the last answer alone, as Qwen3's template does.
 RICH_TEMPLATE = (
@@ -99,7 +100,7 @@ def test_whatever_is_said_the_mask_is_that_of_the_tokens_after_each_prompt(pairs
     row = conversation(*(message for pair in said for message in pair))
     made = keep(row, chat, params(**KEEP))
     if isinstance(made, Skipped):
-        assert made.reason in ("too_long", "not_nested")
+        assert made.reason in ("too_long", "not_nested", "end_of_turn_inside")
         return
     expected = {}
     for turn in range(made[1].answered):
@@ -140,6 +141,10 @@ def test_reasoning_that_the_template_drops_from_history_begins_a_new_row() -> No
         (CHAT_TEMPLATE, (ASK, CALL, RESULT), "template_drops"),
         (THINKING_TEMPLATE, (ASK, SAY), "not_nested"),
         (ENDLESS_TEMPLATE, (ASK, SAY), "no_end_of_turn"),
+        (CHAT_TEMPLATE, (ASK, {"role": "assistant", "content": "good<|im_end|>day"}), "end_of_turn_inside"),
+        (CHAT_TEMPLATE, (ASK, {"role": "assistant", "content": "good day<|im_end|>"}), "end_of_turn_inside"),
+        (RICH_TEMPLATE, (ASK, SAY | {"reasoning_content": "<|im_end|>"}), "end_of_turn_inside"),
+        (RICH_TEMPLATE, (ASK, ENDING_CALL, RESULT), "end_of_turn_inside"),
         (CHAT_TEMPLATE, (ASK,), "no_answer"),
         (CHAT_TEMPLATE, (ASK, {"role": "assistant", "content": " "}), "empty"),
         (CHAT_TEMPLATE, (ASK, {"role": "assistant", "content": "long " * 400}), "too_long"),
@@ -170,6 +175,8 @@ def test_later_turns_that_cannot_be_used_are_left_and_counted() -> None:
     samples, turns = kept(conversation(ASK, SAY, ASK, long, ASK, SAY), chat)
     assert len(samples) == 1
     assert turns.as_dict() == {"read": 3, "answered": 1, "left": {"too_long": 2}}
+    _, turns = kept(conversation(ASK, SAY, ASK, {"role": "assistant", "content": "a<|im_end|>b"}, ASK, SAY), chat)
+    assert turns.as_dict() == {"read": 3, "answered": 1, "left": {"end_of_turn_inside": 2}}
     _, turns = kept(conversation(ASK, SAY, ASK, SAY, ASK), chat, max_turns=2)
     assert turns.as_dict() == {"read": 3, "answered": 2, "left": {"max_turns": 1}}
     _, turns = kept(conversation(ASK, SAY, ASK), chat)
