@@ -16,7 +16,7 @@ from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
 from eagle3.states.hidden_states import store_errors
 from eagle3.states.ray_extraction import Job, extract_with_ray
-from eagle3.states.shard_plan import planned_extraction
+from eagle3.states.shard_plan import engine_window, planned_extraction
 from eagle3.states.shard_scratch import scratch_in_use
 from eagle3.states.store_dtypes import FP8
 from eagle3.states.witness import WITNESS, check_parity, first_samples
@@ -37,14 +37,13 @@ def run(stage: Stage) -> None:
     samples = read_samples(SAMPLES)
     num_layers, hidden_size = (verifier.text_config[key] for key in ("num_hidden_layers", "hidden_size"))
     layer_ids = stored_layer_ids(params.aux_layer_ids, num_layers)
-    shards = planned_extraction(samples, verifier.sha256, verifier.text_config, params, engines["vllm"])
+    shards = planned_extraction(samples, made, verifier.text_config, params, engines["vllm"])
 
     home, folder = stage.shared_scratch, stage.out("data/hidden_states")
     folder.mkdir(parents=True)
     with scratch_in_use(home, shards) as missing:
         if missing:
-            # the sample stage's window, so that rope scaling that looks at it is the same; one token more must fit
-            window = max(made.used_size("sample", "max_model_len"), 1 + max(len(one.input_ids) for one in samples))
+            window = engine_window(samples, made)
             require_window(verifier, window)
             machine, greedy = read_machine(), made.decided_list("greedy_splits", str)
             if machine.executor == "ray":

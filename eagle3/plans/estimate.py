@@ -92,8 +92,8 @@ def _planned(params: Params, config: Json) -> list[Shard]:
     """The shards as the stage will plan them, with the verifier that the samples name."""
     from eagle3.sampling.samples import read_samples
 
-    verifier = read_manifest(SAMPLES, "sample").verifier.get("sha256")
-    return planned_extraction(read_samples(SAMPLES), verifier, config, params.extract, params.engines.vllm)
+    made = read_manifest(SAMPLES, "sample")
+    return planned_extraction(read_samples(SAMPLES), made, config, params.extract, params.engines.vllm)
 
 
 def _verifier_config(params: Params, given: Path | None) -> Json:
