@@ -38,6 +38,7 @@ PATTERN_WORDS = {
 # The kinds of sources: what each must say, and what it may say beside that and weight.
 SOURCE_FORMS: tuple[tuple[dict[str, str], set[str]], ...] = (
     ({"package": r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "version": VERSION}, set()),
+    ({"package": r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "version": VERSION, "file": r"."}, {"ignore"}),
     ({"file": r"^[^/\\.][^/\\]*\.(jsonl|parquet)$"}, {"ignore"}),
     ({"folder": r"^[^/\\.][^/\\]*$"}, {"ignore"}),
     ({"dataset": r"^[\w.-]+/[\w.-]+$", "revision": COMMIT, "split": r"^[\w.-]+$"}, {"ignore", "config"}),
@@ -83,9 +84,9 @@ class StrictValidator(Validator):
         if not isinstance(value, dict) or not any(_has_form(value, *form) for form in SOURCE_FORMS):
             self._error(
                 name,
-                "must be {package: NAME, version: X.Y.Z}, {file: NAME.jsonl or NAME.parquet}, {folder: NAME} or "
-                "{dataset: OWNER/NAME, revision: 40 hex digits, split: NAME}, with weight (over 0), and ignore (a list "
-                "of fields) and config where they apply; see sample.sources",
+                "must be {package: NAME, version: X.Y.Z}, with file: PATH for a file inside it, {file: NAME.jsonl or "
+                "NAME.parquet}, {folder: NAME} or {dataset: OWNER/NAME, revision: 40 hex digits, split: NAME}, with "
+                "weight (over 0), and ignore (a list of fields) and config where they apply; see sample.sources",
             )
 
 

@@ -16,8 +16,8 @@ from eagle3.stage_guard import Stage, run_stage
 from eagle3.states.extraction import extract_shards, input_problems, start_extraction
 from eagle3.states.hidden_states import store_errors
 from eagle3.states.ray_extraction import Job, extract_with_ray
-from eagle3.states.shard_plan import planned_extraction
-from eagle3.states.shard_scratch import check_sizes, clean_scratch, require_space
+from eagle3.states.shard_plan import engine_window, planned_extraction
+from eagle3.states.shard_scratch import scratch_in_use
 from eagle3.states.store_dtypes import FP8
 from eagle3.states.witness import WITNESS, check_parity, first_samples
 from eagle3.verifiers.verifier import require_window, resolve_verifier
@@ -37,38 +37,36 @@ def run(stage: Stage) -> None:
     samples = read_samples(SAMPLES)
     num_layers, hidden_size = (verifier.text_config[key] for key in ("num_hidden_layers", "hidden_size"))
     layer_ids = stored_layer_ids(params.aux_layer_ids, num_layers)
-    shards = planned_extraction(samples, verifier.sha256, verifier.text_config, params, engines["vllm"])
+    shards = planned_extraction(samples, made, verifier.text_config, params, engines["vllm"])
 
     home, folder = stage.shared_scratch, stage.out("data/hidden_states")
     folder.mkdir(parents=True)
-    clean_scratch(home, shards)
-    check_sizes(home, shards)
-    missing = [shard for shard in shards if not (home / shard.name).exists()]
-    require_space(home, shards, missing)
-    if missing:
-        # the sample stage's window, so that rope scaling that looks at it is the same; one token more must fit
-        window = max(made.used_size("sample", "max_model_len"), 1 + max(len(one.input_ids) for one in samples))
-        require_window(verifier, window)
-        machine, greedy = read_machine(), made.decided_list("greedy_splits", str)
-        if machine.executor == "ray":
-            done = extract_with_ray(Job(verifier, machine, window, trust_remote_code, layer_ids, greedy, home), missing)
-        else:
-            engine = start_extraction(verifier, machine, window, trust_remote_code, layer_ids)
-            done = extract_shards(engine, missing, home, layer_ids, greedy)
-        stage.figures["tokens_per_second"] = done.tokens_per_second
-        stage.figures["bytes_written"] = sum(shard.num_bytes for shard in missing)
-    if witnessed := first_samples(home, shards, params.parity_samples):
-        errors = check_parity(verifier.path, witnessed, layer_ids, params.store_dtype, trust_remote_code)
-        stage.figures["parity_error"] = round(max(errors.values()), 6)
-        said = ", ".join(f"{error:.4f} at layer id {layer_id}" for layer_id, error in errors.items())
-        print(f"extract: relative error of {len(witnessed)} samples against transformers: {said}", flush=True)
-    for shard in shards:
-        link_or_copy(home / shard.name, folder / shard.name)
+    with scratch_in_use(home, shards) as missing:
+        if missing:
+            window = engine_window(samples, made)
+            require_window(verifier, window)
+            machine, greedy = read_machine(), made.decided_list("greedy_splits", str)
+            if machine.executor == "ray":
+                done = extract_with_ray(
+                    Job(verifier, machine, window, trust_remote_code, layer_ids, greedy, home), missing
+                )
+            else:
+                engine = start_extraction(verifier, machine, window, trust_remote_code, layer_ids)
+                done = extract_shards(engine, missing, home, layer_ids, greedy)
+            stage.figures["tokens_per_second"] = done.tokens_per_second
+            stage.figures["bytes_written"] = sum(shard.num_bytes for shard in missing)
+        if witnessed := first_samples(home, shards, params.parity_samples):
+            errors = check_parity(verifier.path, witnessed, layer_ids, params.store_dtype, trust_remote_code)
+            stage.figures["parity_error"] = round(max(errors.values()), 6)
+            said = ", ".join(f"{error:.4f} at layer id {layer_id}" for layer_id, error in errors.items())
+            print(f"extract: relative error of {len(witnessed)} samples against transformers: {said}", flush=True)
+        for shard in shards:
+            link_or_copy(home / shard.name, folder / shard.name)
 
     decisions = {"aux_layer_ids": params.aux_layer_ids, "hidden_size": hidden_size}
     decisions |= {"num_hidden_layers": num_layers, "dtype": params.store_dtype}
     if params.store_dtype == FP8:
-        decisions["relative_error"] = store_errors(home, shards, layer_ids)
+        decisions["relative_error"] = store_errors(folder, shards, layer_ids)
     decisions["parity"] = {"samples": len(witnessed), "witness": WITNESS if witnessed else "off"}
     counts = {"samples": len(samples), "tokens": sum(shard.num_tokens for shard in shards), "shards": len(shards)}
     inputs = {"samples": made.as_dict()}

@@ -238,6 +238,94 @@ def test_rows_of_a_large_file_are_streamed(folder: Path) -> None:
     assert peak + max(held) < 20_000_000
 
 
+def install(site: Path, rows: dict[str, list[dict[str, Any]]], unlisted: str = "") -> None:
+    """The distribution chats 1.0 in a folder of sys.path, as pip leaves a wheel, but for `unlisted` in its RECORD."""
+    info = site / "chats-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: chats\nVersion: 1.0\n")
+    for name, content in rows.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    listed = [*(name for name in rows if name != unlisted), "chats/__init__.py", "chats-1.0.dist-info/METADATA"]
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in [*listed, "chats-1.0.dist-info/RECORD"]))
+
+
+CHATS = {"package": "chats", "version": "1.0"}
+ALPACA, PROMPT = ({"instruction": "Add", "input": "1, 2"}, {"prompt": "hi", "rank": 1})
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rows = {"chats/data/a.jsonl": [ALPACA, {}], "chats/b.jsonl": [PROMPT], "chats/c.json": [], "../up.jsonl": [PROMPT]}
+    install(tmp_path / "site", {**rows, "chats/own.jsonl": [PROMPT]}, unlisted="chats/own.jsonl")
+    pq.write_table(pa.Table.from_pylist([{"messages": [ASK, SAY]}]), tmp_path / "site/chats/data/d.parquet")
+    with open(tmp_path / "site/chats-1.0.dist-info/RECORD", "a") as record:
+        record.write("chats/data/d.parquet,,\n")
+    (tmp_path / "elsewhere.jsonl").write_text(json.dumps(PROMPT))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return tmp_path / "site"
+
+
+@pytest.mark.usefixtures("site")
+def test_row_files_inside_an_installed_package_are_read_as_files_are(folder: Path) -> None:
+    files = ("chats/data/a.jsonl", "chats/b.jsonl", "chats/data/d.parquet")
+    a, b, d = (CHATS | {"file": file} for file in files)
+    sources = Sources([a | {"weight": 2.0}, b | {"ignore": ["rank"]}, d], folder)
+    first, faulty, *others = sources
+    assert messages_of(first) == [{"role": "user", "content": "Add\n\n1, 2"}]
+    assert isinstance(faulty, Skipped)
+    assert (faulty.source, faulty.key, faulty.reason) == ("chats:chats/data/a.jsonl", "line 2", "other_layout")
+    assert [messages_of(row) for row in others] == [[ASK], [ASK, SAY]]
+    assert sources.read == {
+        "chats:chats/data/a.jsonl": {"layout": "alpaca", "rows": 2},
+        "chats:chats/b.jsonl": {"layout": "prompt", "rows": 1},
+        "chats:chats/data/d.parquet": {"layout": "messages", "rows": 1},
+    }
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("chats/e.jsonl", "chats/c.json", "chats/__init__.py", "chats/data", "chats/own.jsonl"),
+        *(
+            "../up.jsonl",
+            "../elsewhere.jsonl",
+            "chats/../chats/b.jsonl",
+            "/etc/passwd",
+            "chats\\b.jsonl",
+            "./chats/b.jsonl",
+        ),
+    ],
+)
+def test_what_is_no_row_file_of_the_package_is_refused_with_those_it_has(folder: Path, file: str) -> None:
+    [problem] = refused([CHATS | {"file": file}], folder).problems
+    assert (problem.code, problem.where) == ("unknown-file", "sample.sources[0]")
+    assert problem.found == f"no {file} among the row files of chats 1.0"
+    assert problem.expected == "chats/b.jsonl or chats/data/a.jsonl or chats/data/d.parquet"
+
+
+def test_packages_that_are_not_there_of_another_version_or_without_their_file_are_refused_together(
+    folder: Path, site: Path
+) -> None:
+    (site / "chats/b.jsonl").unlink()
+    b = CHATS | {"file": "chats/b.jsonl"}
+    problems = refused([b, b, b | {"version": "1.1"}, b | {"package": "chitchats"}, CHATS], folder).problems
+    found = [(problem.code, problem.found) for problem in problems]
+    assert found == [
+        ("repeated-source", "chats:chats/b.jsonl again"),
+        ("repeated-source", "chats:chats/b.jsonl again"),
+        ("source-version", "chats 1.0 has no chats/b.jsonl"),
+        ("source-version", "chats 1.0 has no chats/b.jsonl"),
+        ("source-version", "chats 1.0 installed"),
+        ("source-version", "chitchats is not installed"),
+        ("unknown-package", "chats"),
+    ]
+    assert problems[4].fix == "pip install chats==1.1, or declare version 1.0"
+    assert problems[6].fix.startswith("add file: chats/b.jsonl or chats/data/a.jsonl or chats/data/d.parquet, or put")
+
+
 def test_a_saved_dataset_is_read_from_its_folder(folder: Path) -> None:
     from datasets import Dataset, DatasetDict
 

@@ -55,7 +55,7 @@ def test_hidden_states_of_kimi_are_57344_bytes_a_token(tmp_path, monkeypatch):
     assert "1,000 tokens in data/samples x 57,344 bytes" in extract.how
     beside = extract.disk - 57_344_000
     assert 5000 < beside < 6000, "ids, masks, offsets and names come on top"
-    assert (extract.output, extract.seconds) == (extract.disk, 2.0)
+    assert (extract.output, extract.seconds, extract.memory) == (extract.disk, 2.0, 1000 * 5 + 600)
     half = replace(params, extract=replace(params.extract, store_dtype="fp8"))
     assert 0 < estimate(half, VERIFIERS / "kimi-k2.5.json")[0].disk - 1000 * 4 * (7168 + 4) - beside < 300
 
@@ -85,6 +85,11 @@ def test_too_little_disk_is_an_error_and_too_little_memory_a_warning(tmp_path, m
     needs[0] = replace(needs[0], freed=600)
     assert not found(enough - 600, 500)
     assert [said for _, said in found(enough - 601, 500)] == [f"{enough - 1001:,} bytes free once extract has run"]
+    needs[0] = replace(needs[0], memory=501)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    [problem] = shortages(needs, 500)
+    assert (problem.where, problem.expected) == ("extract", "501 bytes for all samples")
+    assert "sample.max_train" in problem.fix
 
 
 def test_the_command_says_both_and_fails_where_it_cannot_fit(tmp_path, monkeypatch, capsys):

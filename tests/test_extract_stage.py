@@ -130,8 +130,8 @@ def test_the_stage_stores_every_sample_and_says_what_it_made(finished):
     for sample in samples:
         stored = states.get(sample.sample_id)
         assert stored.hidden_TAH.shape == (len(sample.input_ids), 4, 64)
-        assert stored.input_ids_T.tolist() == sample.input_ids
-        assert stored.loss_mask_T.tolist() == sample.loss_mask
+        assert stored.input_ids_T.tolist() == list(sample.input_ids)
+        assert stored.loss_mask_T.tolist() == list(sample.loss_mask)
         assert (stored.split, stored.num_prompt) == (sample.split, sample.num_prompt)
     tokens = sum(len(sample.input_ids) for sample in samples)
     assert manifest.counts == {"samples": 30, "tokens": tokens, "shards": len(shards_of(folder))}
@@ -207,7 +207,7 @@ def test_states_that_do_not_give_the_answers_fail_the_stage_and_leave_the_output
     """The answers of the file are made up: no greedy verifier said them."""
     kept = bytes_of(copy)
     invented = [
-        replace(one, input_ids=one.input_ids[: one.num_prompt] + [7] * 12)
+        replace(one, input_ids=[*one.input_ids[: one.num_prompt], *[7] * 12])
         for one in read_samples(copy / "data" / "samples")
     ]
     write_inputs(copy, invented)

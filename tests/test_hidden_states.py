@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 
 from eagle3.formats.safetensors_headers import read_header
 from eagle3.manifests import Manifest, write_manifest
+from eagle3.params import ExtractParams
 from eagle3.problems import InvalidInput
 from eagle3.states.fp8 import dequantise, quantise
 from eagle3.states.hidden_states import HiddenStates, store_errors
 from eagle3.states.shard_file import ShardFile, state_faults, tokens_arrived, write_at
-from eagle3.states.shard_plan import ids_as_bytes, plan_shards
+from eagle3.states.shard_plan import ids_as_bytes, plan_shards, planned_extraction
 
 ORIGIN = {"verifier": "a" * 64, "layer_ids": [1, 3, 6], "vllm": "0.32.0"}
 
@@ -137,6 +138,30 @@ def test_the_file_is_what_the_safetensors_library_reads(tmp_path):
     }
     assert load_file(path)["offsets"].tolist() == [0, 3, 5, 6]
     assert json.loads(read_header(path).metadata["sample_ids"]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("rope", "hangs_on_the_window"),
+    [
+        ({}, False),
+        ({"rope_scaling": None}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, True),
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}}, True),
+    ],
+)
+def test_the_window_is_in_the_key_where_it_chooses_the_rope_factors_and_nowhere_else(rope, hangs_on_the_window):
+    config = {"num_hidden_layers": 6, "hidden_size": 4, **rope}
+    extract = ExtractParams([1, 3], 256, "bfloat16", 0)
+
+    def key(window):
+        made = Manifest("sample", {"sample": {"max_model_len": window}}, verifier={"sha256": "a" * 64})
+        [shard] = planned_extraction([A, B], made, config, extract, "0.32.0")
+        return shard.key
+
+    assert (key(64) == plan(A, B)[0].key) is not hangs_on_the_window
+    assert (key(64) != key(128)) is hangs_on_the_window
 
 
 def test_the_same_shard_is_the_same_bytes(tmp_path):

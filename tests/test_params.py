@@ -115,6 +115,25 @@ def test_a_source_never_leaves_its_folder(file):
     assert problems_of(changed("sample.sources", [{"file": file}])) == [("parameter", "sample.sources.0")]
 
 
+@pytest.mark.parametrize(
+    ("source", "is_good"),
+    [
+        ({"package": "chats", "version": "1.0", "file": "chats/a.jsonl", "ignore": ["id"], "weight": 2}, True),
+        ({"package": "chats", "version": "1.0", "file": ""}, False),
+        ({"package": "chats", "version": "1.0", "file": 1}, False),
+        ({"package": "chats", "file": "chats/a.jsonl"}, False),
+        ({"package": "chats", "version": "1.0", "path": "chats/a.jsonl"}, False),
+        ({"package": "chats", "version": "1.0", "ignore": ["id"]}, False),
+    ],
+)
+def test_a_file_inside_a_package_is_named_with_its_version(source, is_good):
+    raw = changed("sample.sources", [source])
+    if is_good:
+        assert parse_params(raw).sample.sources == [source]
+    else:
+        assert problems_of(raw) == [("parameter", "sample.sources.0")]
+
+
 def test_all_problems_come_at_once_with_the_nearest_known_key():
     raw = changed("train.epochs", True)
     raw["train"]["lerning_rate"] = raw["train"].pop("learning_rate")

@@ -35,6 +35,12 @@ def test_questions_in_their_order_with_what_is_optional_left_out(folder):
     ]
 
 
+def test_a_file_is_read_as_a_file_of_conversations_is(folder):
+    """A mark of UTF-8 at its begin, lines that end as Windows', a line separator inside a text."""
+    write(folder, b'\xef\xbb\xbf{"turns": ["Why?"]}\r', '{"turns": ["a\u2028b"]}'.encode())
+    assert [question.turns for question in read_questions(["q.jsonl"], folder)] == [("Why?",), ("a\u2028b",)]
+
+
 def test_no_names_and_no_files_are_no_questions(folder):
     assert read_questions([], folder) == []
     assert read_questions([], folder / "not-there") == []

@@ -118,10 +118,11 @@ def test_masks_cover_what_was_generated_and_the_prompt_is_the_rendered_template(
     samples = read_samples(finished[0] / "data" / "samples")
     assert len({sample.conversation_id for sample in samples}) == len(samples)
     for sample in samples:
-        prompt, answer = sample.input_ids[: sample.num_prompt], sample.input_ids[sample.num_prompt :]
+        ids, split_at = list(sample.input_ids), sample.num_prompt
+        prompt, answer = ids[:split_at], ids[split_at:]
         asked = tokenizer.decode(prompt).removeprefix("<|im_start|>user\n")
         assert asked.removesuffix("<|im_end|>\n<|im_start|>assistant\n") in TEXTS
-        assert sample.loss_mask == [False] * len(prompt) + [True] * len(answer)
+        assert list(sample.loss_mask) == [False] * len(prompt) + [True] * len(answer)
         assert (answer[-1] == tokenizer.eos_token_id) == (sample.finish_reason == "stop")
         assert sample.finish_reason == "stop" or len(answer) == SAMPLE["max_new_tokens"]
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
@@ -225,7 +226,7 @@ def answering(engine: Any, scratch: Path, temperature: float = 0.0) -> Answering
 
 
 def prompts_of(samples: list[Sample]) -> list[Prompt]:
-    return [Prompt(sample.sample_id, sample.input_ids[: sample.num_prompt]) for sample in samples]
+    return [Prompt(sample.sample_id, list(sample.input_ids[: sample.num_prompt])) for sample in samples]
 
 
 @pytest.mark.engine
@@ -236,7 +237,9 @@ def test_eval_answers_are_those_of_one_request_at_a_time(
     asked = prompts_of(samples)[::-1]
     answers = answering(engine, tmp_path)
     found = [one for begin in range(0, len(asked), 3) for one in answers.answers(asked[begin : begin + 3], "eval")]
-    assert [answer.output_ids for answer in found] == [row.input_ids[row.num_prompt :] for row in reversed(samples)]
+    assert [answer.output_ids for answer in found] == [
+        list(row.input_ids[row.num_prompt :]) for row in reversed(samples)
+    ]
 
 
 @pytest.mark.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle3.plans.estimate import samples_memory
 from eagle3.problems import InvalidInput
 from eagle3.sampling import samples as samples_module
 from eagle3.sampling.answers import answer_seed
@@ -61,10 +63,22 @@ def test_row_groups_gathered_from_the_disk_are_the_bytes_of_one_sorted_table(
     monkeypatch.setattr(samples_module, "ROW_GROUP", 4)
     rows = [replace(ONE, sample_id=f"{index * 7 % 30:02d}", input_ids=[index, 1, 2, 3, 4]) for index in range(30)]
     write_samples(tmp_path / "spilled", iter(rows))
-    table = pa.Table.from_pylist(sorted(map(vars, rows), key=lambda row: row["sample_id"]), schema=SCHEMA)
+    table = pa.Table.from_pylist(sorted(map(Sample.as_row, rows), key=lambda row: row["sample_id"]), schema=SCHEMA)
     pq.write_table(table, tmp_path / "sorted.parquet", compression="zstd", row_group_size=4)
     assert (tmp_path / "spilled" / FILE).read_bytes() == (tmp_path / "sorted.parquet").read_bytes()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["spilled"]
+
+
+def test_samples_are_held_in_the_memory_that_estimate_says(tmp_path: Path) -> None:
+    """Lists of Python's numbers took 50 bytes a token."""
+    mask, ids = [index > 9 for index in range(1000)], range(48_000, 49_000)
+    write_samples(tmp_path, (replace(ONE, sample_id=f"{n:066}", input_ids=ids, loss_mask=mask) for n in range(300)))
+    tracemalloc.start()
+    rows = read_samples(tmp_path)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held == pytest.approx(samples_memory(len(rows), 300_000), rel=0.05)
+    assert held < 6 * 300_000
 
 
 def test_two_samples_with_one_id_or_a_faulty_one_are_our_own_fault(tmp_path: Path) -> None:
@@ -74,7 +88,7 @@ def test_two_samples_with_one_id_or_a_faulty_one_are_our_own_fault(tmp_path: Pat
 
 
 def write_rows(folder: Path, *rows: Sample, schema: pa.Schema = SCHEMA) -> None:
-    pq.write_table(pa.Table.from_pylist([vars(row) for row in rows], schema=schema), folder / FILE)
+    pq.write_table(pa.Table.from_pylist([row.as_row() for row in rows], schema=schema), folder / FILE)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +118,7 @@ def test_a_faulty_row_is_refused_by_its_id(tmp_path: Path, fault: Sample, said: 
     ],
 )
 def test_a_null_is_refused_by_its_column(tmp_path: Path, change: dict[str, Any], column: str) -> None:
-    pq.write_table(pa.Table.from_pylist([vars(TWO), {**vars(ONE), **change}], schema=SCHEMA), tmp_path / FILE)
+    pq.write_table(pa.Table.from_pylist([TWO.as_row(), {**ONE.as_row(), **change}], schema=SCHEMA), tmp_path / FILE)
     with pytest.raises(InvalidInput) as error:
         read_samples(tmp_path)
     assert error.value.problems[0].found == f"nulls in {column}"

@@ -12,7 +12,7 @@ import pytest
 
 from eagle3.problems import InvalidInput
 from eagle3.states.shard_file import ShardFile
-from eagle3.states.shard_scratch import bytes_to_clean, check_sizes, clean_scratch, require_space
+from eagle3.states.shard_scratch import bytes_to_clean, check_sizes, require_space, scratch_in_use
 from tests.code_deps import ROOT
 from tests.test_disk_full import mounts
 from tests.test_extract_stage import make_repository, set_params
@@ -25,8 +25,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_a_shard_in_work_is_not(tmp_pa
     ((one,), (other,)) = plan(A), plan(B)
     leftover = tmp_path / f".{other.name}.partial-0123"
     leftover.write_bytes(b"")
-    with ShardFile(tmp_path / one.name, one) as file:
-        clean_scratch(tmp_path, [])
+    with ShardFile(tmp_path / one.name, one) as file, scratch_in_use(tmp_path, [other]):
         assert file.path.exists()
     assert not leftover.exists()
     assert (tmp_path / one.name).exists()
@@ -38,8 +37,11 @@ def test_shards_of_other_inputs_are_removed_after_a_week(tmp_path):
         fill(tmp_path, shard)
     for shard in (current, old):
         os.utime(tmp_path / shard.name, (0, time.time() - EIGHT_DAYS))
-    clean_scratch(tmp_path, [current])
-    assert {path.name for path in tmp_path.iterdir()} == {current.name, new.name}
+    with scratch_in_use(tmp_path, [old, current]), scratch_in_use(tmp_path, [current]) as missing:
+        assert missing == []
+    assert {path.name for path in tmp_path.glob("shard-*")} == {current.name, old.name, new.name}
+    with scratch_in_use(tmp_path, [current]):
+        assert {path.name for path in tmp_path.glob("shard-*")} == {current.name, new.name}
 
 
 def test_a_shard_of_another_length_is_refused(tmp_path):
@@ -67,8 +69,18 @@ def test_what_will_be_cleaned_counts_as_free_and_what_has_a_second_name_does_not
         assert before >= 8192 + old.num_bytes
         os.link(tmp_path / old.name, tmp_path / "in the cache")
         assert before - bytes_to_clean(tmp_path, []) >= old.num_bytes
-        clean_scratch(tmp_path, [])
+        (tmp_path / "in the cache").unlink()
+        with scratch_in_use(tmp_path, [other]):  # a week has passed
+            assert not (tmp_path / old.name).exists()
         assert bytes_to_clean(tmp_path, []) == 0
+
+
+def test_while_a_run_is_at_work_no_whole_shard_counts_as_free(tmp_path):
+    ((old,), (current,)) = plan(A), plan(B)
+    fill(tmp_path, old)
+    with scratch_in_use(tmp_path, [current]):
+        assert bytes_to_clean(tmp_path, [current]) == 0
+    assert bytes_to_clean(tmp_path, [current]) >= old.num_bytes
 
 
 def in_a_namespace(folder, script):
@@ -156,6 +168,67 @@ print(*(problem.where for problem in space_problems(Path("scratch"), 10_000, 100
 print(*(problem.where for problem in space_problems(Path("scratch"), 0, 0, "so many")))
 """
     assert in_a_namespace(tmp_path, script) == "\nscratch\ndata\nscratch data\n\n\n"
+
+
+GC = """
+from dataclasses import dataclass
+from eagle3.problems import InvalidInput
+from eagle3.states.shard_scratch import bytes_to_clean, scratch_in_use
+
+@dataclass
+class Planned:
+    name: str
+    num_bytes: int
+    num_tokens = bytes_per_token = num_states = hidden_size = 1
+    store_dtype = "bfloat16"
+
+def dvc(*words):
+    subprocess.run(["dvc", *words, "-q"], check=True)
+
+def has_room():
+    try:
+        with scratch_in_use(scratch, [Planned("shard-new.safetensors", 48 << 20)]):
+            return True
+    except InvalidInput as error:
+        assert "dvc gc -w -a -T --all-experiments" in error.problems[0].fix, error
+        return False
+
+def free():
+    return shutil.disk_usage(".").free >> 20
+
+mount("disk")
+os.chdir("disk")
+dvc("init", "--no-scm")
+dvc("config", "cache.type", "hardlink")
+scratch, data = Path("scratch"), Path("data")
+scratch.mkdir()
+data.mkdir()
+old = scratch / "shard-old.safetensors"
+old.write_bytes(bytes(64 << 20))
+os.link(old, data / old.name)
+dvc("add", "data")
+assert old.stat().st_nlink == 3, "scratch, data and cache"
+shutil.rmtree(data)
+data.mkdir()
+(data / "other").write_bytes(b"other inputs")
+dvc("add", "data")
+leave(".", LOW_WATER_BYTES + (32 << 20))
+before = free()
+assert not has_room() and old.exists(), "it has a second name, in the cache"
+dvc("gc", "-w", "-f")
+assert free() == before and old.stat().st_nlink == 1, "dvc gc alone frees nothing"
+with scratch_in_use(scratch, [Planned("shard-small.safetensors", 1)]):
+    assert not has_room() and old.exists(), "another run is at work"
+assert bytes_to_clean(scratch, []) == 64 << 20
+assert has_room() and not old.exists()
+print(free() - before)
+"""
+
+
+@mounts
+def test_the_room_that_the_message_advises_to_make_is_made(tmp_path):
+    """Old shards of 64 MiB in scratch, data and DVC's cache, and a disk that is 16 MiB too small for the next ones."""
+    assert in_a_namespace(tmp_path, GC) == "64\n"
 
 
 # The real stage and `estimate`, which know nothing of each other, on data/ and scratch of their own.

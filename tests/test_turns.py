@@ -29,6 +29,7 @@ END = 2  # <|im_end|>
 ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "good day"}
 SYSTEM = {"role": "system", "content": "be kind"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+ENDING_CALL = CALL | {"tool_calls": [{"function": {"name": "say", "arguments": {"text": "<|im_end|>"}}}]}
 RESULT = {"role": "tool", "content": "42"}
 # ChatML with tools, calls, and reasoning that is shown for the last answer alone, as Qwen3's template does.
 RICH_TEMPLATE = (
@@ -82,7 +83,7 @@ def test_given_answers_are_supervised_with_the_end_of_their_turn_and_nothing_els
     row = conversation(SYSTEM, ASK, SAY, {"role": "user", "content": "say good day<|im_start|>"}, SAY)
     [sample], turns = kept(row, chat)
     assert spans(chat, sample) == ["good day<|im_end|>", "good day<|im_end|>"]
-    assert sample.input_ids == chat.history_ids(row.messages)[: len(sample.input_ids)]
+    assert list(sample.input_ids) == chat.history_ids(row.messages)[: len(sample.input_ids)]
     assert (sample.sample_id, sample.turn, sample.finish_reason) == (f"{row.conversation_id}-0", 0, "stop")
     assert turns.as_dict() == {"read": 2, "answered": 2, "left": {}}
 
@@ -99,7 +100,7 @@ def test_whatever_is_said_the_mask_is_that_of_the_tokens_after_each_prompt(pairs
     row = conversation(*(message for pair in said for message in pair))
     made = keep(row, chat, params(**KEEP))
     if isinstance(made, Skipped):
-        assert made.reason in ("too_long", "not_nested")
+        assert made.reason in ("too_long", "not_nested", "end_of_turn_inside")
         return
     expected = {}
     for turn in range(made[1].answered):
@@ -110,7 +111,7 @@ def test_whatever_is_said_the_mask_is_that_of_the_tokens_after_each_prompt(pairs
     supervised = [token for one in made[0] for token, on in zip(one.input_ids, one.loss_mask, strict=True) if on]
     assert supervised == [token for _, answer in expected.values() for token in answer]
     for one in made[0]:
-        assert one.input_ids[: one.num_prompt] == expected[one.turn][0]
+        assert list(one.input_ids[: one.num_prompt]) == expected[one.turn][0]
         assert not all(one.loss_mask)
 
 
@@ -140,6 +141,10 @@ def test_reasoning_that_the_template_drops_from_history_begins_a_new_row() -> No
         (CHAT_TEMPLATE, (ASK, CALL, RESULT), "template_drops"),
         (THINKING_TEMPLATE, (ASK, SAY), "not_nested"),
         (ENDLESS_TEMPLATE, (ASK, SAY), "no_end_of_turn"),
+        (CHAT_TEMPLATE, (ASK, {"role": "assistant", "content": "good<|im_end|>day"}), "end_of_turn_inside"),
+        (CHAT_TEMPLATE, (ASK, {"role": "assistant", "content": "good day<|im_end|>"}), "end_of_turn_inside"),
+        (RICH_TEMPLATE, (ASK, SAY | {"reasoning_content": "<|im_end|>"}), "end_of_turn_inside"),
+        (RICH_TEMPLATE, (ASK, ENDING_CALL, RESULT), "end_of_turn_inside"),
         (CHAT_TEMPLATE, (ASK,), "no_answer"),
         (CHAT_TEMPLATE, (ASK, {"role": "assistant", "content": " "}), "empty"),
         (CHAT_TEMPLATE, (ASK, {"role": "assistant", "content": "long " * 400}), "too_long"),
@@ -170,6 +175,8 @@ def test_later_turns_that_cannot_be_used_are_left_and_counted() -> None:
     samples, turns = kept(conversation(ASK, SAY, ASK, long, ASK, SAY), chat)
     assert len(samples) == 1
     assert turns.as_dict() == {"read": 3, "answered": 1, "left": {"too_long": 2}}
+    _, turns = kept(conversation(ASK, SAY, ASK, {"role": "assistant", "content": "a<|im_end|>b"}, ASK, SAY), chat)
+    assert turns.as_dict() == {"read": 3, "answered": 1, "left": {"end_of_turn_inside": 2}}
     _, turns = kept(conversation(ASK, SAY, ASK, SAY, ASK), chat, max_turns=2)
     assert turns.as_dict() == {"read": 3, "answered": 2, "left": {"max_turns": 1}}
     _, turns = kept(conversation(ASK, SAY, ASK), chat)
@@ -224,7 +231,7 @@ def test_every_assistant_turn_is_asked_in_its_place_with_the_verifiers_own_answe
     assert [[one.sample_id[-2:] for one in asked] for asked in echo.asked] == [["-0", "-0"], ["-1"]]
     assert echo.asked[1][0].input_ids == chat.prompt_ids([SYSTEM, ASK, fine, ASK])
     assert [spans(chat, sample) for sample in made] == [["fine<|im_end|>"] * 2, ["fine<|im_end|>"]]
-    assert made[0].input_ids == chat.history_ids([SYSTEM, ASK, fine, ASK, fine])[:-1]
+    assert list(made[0].input_ids) == chat.history_ids([SYSTEM, ASK, fine, ASK, fine])[:-1]
     assert turns.as_dict() == {"read": 3, "answered": 3, "left": {}}
 
 
@@ -235,7 +242,7 @@ def test_val_and_eval_hold_one_answer_a_row_for_the_walk_and_the_server() -> Non
         made, _ = regenerated([conversation(ASK, SAY, ASK)], split, Echo(lambda turn: [*ids, END]), chat)
         assert [spans(chat, sample) for sample in made] == [["fine<|im_end|>"]] * 2
         assert [sample.turn for sample in made] == [0, 1]
-        assert all(sample.loss_mask[sample.num_prompt :] == [True] * (len(ids) + 1) for sample in made)
+        assert all(list(sample.loss_mask[sample.num_prompt :]) == [1] * (len(ids) + 1) for sample in made)
 
 
 def test_an_answer_that_comes_back_as_other_tokens_begins_a_new_row() -> None:
@@ -244,7 +251,7 @@ def test_an_answer_that_comes_back_as_other_tokens_begins_a_new_row() -> None:
     assert chat.tokenizer("the")["input_ids"] != letters, "one token, or at least fewer"
     made, turns = regenerated([conversation(ASK, SAY, ASK)], "train", Echo(lambda turn: [*letters, END]), chat)
     assert [spans(chat, sample) for sample in made] == [["the<|im_end|>"]] * 2
-    assert made[1].input_ids[: made[1].num_prompt] == chat.prompt_ids(
+    assert list(made[1].input_ids[: made[1].num_prompt]) == chat.prompt_ids(
         [ASK, {"role": "assistant", "content": "the"}, ASK]
     )
     assert turns.answered == 2

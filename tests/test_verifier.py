@@ -240,6 +240,19 @@ def test_digests_are_remembered_and_a_changed_file_is_read_again(tmp_path: Path)
     assert not records, "a file that has just changed is not remembered: its times may not show the next change"
 
 
+@pytest.mark.parametrize(
+    ("content", "found"), [("[2]", "a JSON list"), ("null", "a JSON NoneType"), ("{", "not JSON"), ("", "not JSON")]
+)
+def test_a_generation_config_that_is_no_object_is_refused(folder: Path, content: str, found: str) -> None:
+    """Taken for an empty one it would lose the end of the turn."""
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(InvalidInput) as error:
+        load_chat(resolve(folder), False)
+    [problem] = error.value.problems
+    assert (problem.code, problem.where) == ("unreadable-json", "generation_config.json")
+    assert problem.found.startswith(found)
+
+
 def test_special_tokens_are_those_of_the_tokenizer_and_every_end_of_turn(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id=[2, 77])
     verifier = resolve(folder)

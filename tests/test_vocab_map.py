@@ -95,7 +95,7 @@ def test_counting_the_file_by_columns_is_counting_its_samples(tmp_path, monkeypa
     ],
 )
 def test_a_file_that_is_not_ours_is_refused_before_it_is_counted(tmp_path, change):
-    good = {**vars(sample(0, "train", [5, 5])), **change}
+    good = {**sample(0, "train", [5, 5]).as_row(), **change}
     pq.write_table(pa.Table.from_pylist([good], schema=SCHEMA), tmp_path / samples_module.FILE)
     with pytest.raises(InvalidInput, match="dvc repro sample"):
         list(token_columns(tmp_path))

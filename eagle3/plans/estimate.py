@@ -32,10 +32,18 @@ from eagle3.verifiers.verifier_config import parse_verifier_config
 BF16, FLOAT32 = 2, 4
 # Adam keeps two moments and a gradient beside each trained weight.
 BYTES_PER_TRAINED_WEIGHT = 4 * FLOAT32
+# What a token of a sample takes in memory (an id, a value of the mask), and a sample beside them.
+BYTES_PER_TOKEN, BYTES_PER_SAMPLE = 5, 600
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 # Where a finished stage, or the user, has put the verifier's config.
 CONFIGS = (Path("data/configs/verifier.json"), Path("data/checkpoints/verifier_config.json"))
 SAMPLES = Path("data/samples")
+ON_TOP = "; the engine's memory comes on top"
+# Of extract and train: what the estimated memory holds, and what makes it less.
+HELD = (
+    ("all samples", "sample.max_train"),
+    ("weights and optimizer", "vocab_map.draft_vocab_size or draft.intermediate_size"),
+)
 Json = dict[str, Any]
 
 
@@ -78,23 +86,31 @@ def _extract_need(params: Params, config: Json, last_run: Json | None) -> tuple[
     states = f"{per_token:,} bytes: {len(ids) + 1} states of {config['hidden_size']} {dtype} numbers"
     if not (SAMPLES / "manifest.json").is_file():
         sample = params.sample
-        most = (sample.max_train + sample.max_val + sample.max_eval) * sample.max_model_len
-        how = f"{most:,} tokens at most x {states}"
-        return most, Need("extract", most * per_token, 0, _seconds(most, last_run), how, most * per_token)
+        num_samples = sample.max_train + sample.max_val + sample.max_eval
+        most = num_samples * sample.max_model_len
+        how, held = f"{most:,} tokens at most x {states}{ON_TOP}", samples_memory(num_samples, most)
+        return most, Need("extract", most * per_token, held, _seconds(most, last_run), how, most * per_token)
     shards, home = _planned(params, config), scratch_home() / "extract"
     missing = [shard for shard in shards if not (home / shard.name).exists()]
     tokens, new = (sum(shard.num_tokens for shard in each) for each in (shards, missing))
-    how = f"{tokens:,} tokens in data/samples x {states}; {len(shards) - len(missing)} of {len(shards)} shards are made"
+    made = f"{len(shards) - len(missing)} of {len(shards)} shards are made"
+    how = f"{tokens:,} tokens in data/samples x {states}; {made}{ON_TOP}"
+    held = samples_memory(sum(len(shard.samples) for shard in shards), tokens)
     disk, output = (sum(shard.num_bytes for shard in each) for each in (missing, shards))
-    return tokens, Need("extract", disk, 0, _seconds(new, last_run), how, output, bytes_to_clean(home, shards))
+    return tokens, Need("extract", disk, held, _seconds(new, last_run), how, output, bytes_to_clean(home, shards))
+
+
+def samples_memory(num_samples: int, num_tokens: int) -> int:
+    """Bytes: extract holds all samples from begin to end (`eagle3.sampling.samples.Sample`)."""
+    return num_samples * BYTES_PER_SAMPLE + num_tokens * BYTES_PER_TOKEN
 
 
 def _planned(params: Params, config: Json) -> list[Shard]:
     """The shards as the stage will plan them, with the verifier that the samples name."""
     from eagle3.sampling.samples import read_samples
 
-    verifier = read_manifest(SAMPLES, "sample").verifier.get("sha256")
-    return planned_extraction(read_samples(SAMPLES), verifier, config, params.extract, params.engines.vllm)
+    made = read_manifest(SAMPLES, "sample")
+    return planned_extraction(read_samples(SAMPLES), made, config, params.extract, params.engines.vllm)
 
 
 def _verifier_config(params: Params, given: Path | None) -> Json:
@@ -166,14 +182,14 @@ def shortages(needs: list[Need], memory: int) -> Iterator[Problem]:
                 "make room (dvc gc -w -a -T --all-experiments), or lower train.epochs or train.checkpoints_per_epoch",
                 "a full disk fails the stage, and DVC 3.67 can then cut dvc.lock to nothing (eagle3 doctor tells)",
             )
-    for need in needs:
+    for need, (what, smaller) in zip(needs, HELD, strict=True):
         if need.memory > memory:
             yield Problem(
                 "no-memory",
                 need.stage,
                 f"{memory:,} bytes of memory (on a GPU, compare with its own)",
-                f"{need.memory:,} bytes for weights and optimizer",
-                "a smaller vocab_map.draft_vocab_size or draft.intermediate_size, or a machine with more",
+                f"{need.memory:,} bytes for {what}",
+                f"a smaller {smaller}, or a machine with more",
                 severity="warning",
             )
 

@@ -1,4 +1,4 @@
-"""Where conversations come from: files and folders in `data/conversations/`, packages, datasets of the hub.
+"""Where conversations come from: files and folders in `data/conversations/`, installed packages, datasets of the hub.
 
 Every file is named in `sample.sources` and tracked by Git or DVC; a package is pinned to its version, a dataset to its
 commit. Rows are streamed: nothing here holds more than a batch of them.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from eagle3.yaml12 import read_yaml
 FOLDER = Path("data/conversations")
 KINDS = ("package", "file", "folder", "dataset")
 OWN_LAYOUT = "its own"
+ROW_FILES: dict[str, Callable[[Path], Iterator[RawRow]]] = {".jsonl": jsonl_rows, ".parquet": parquet_rows}
+# Files of a package that are listed where another one is named.
+MANY = 10
 HOW_TO_NAME = "`- file: {0}` (or `- folder: {0}`, a saved dataset)"
 
 
@@ -43,7 +46,7 @@ class Sources:
         named = {
             source.get("file") or source["folder"]: f"sample.sources[{index}]"
             for index, source in enumerate(self.sources)
-            if "file" in source or "folder" in source
+            if "package" not in source and "dataset" not in source
         }
         folders = [source["folder"] for source in self.sources if "folder" in source]
         problems = [
@@ -61,16 +64,16 @@ class Sources:
 
 def _rows(source: dict[str, Any], folder: Path, read: dict[str, dict[str, Any]]) -> Iterator[Row]:
     name, weight = _name(source), float(source.get("weight", 1))
-    if "package" in source:
+    if "package" in source and "file" not in source:
         read[name] = {"layout": OWN_LAYOUT}
-        for key, raw in PACKAGES[name][1](_data_file(name)):
+        for key, raw in PACKAGES[name][1](_installed(source)):
             yield raw if isinstance(raw, Skipped) else parse_row(raw, name, key, weight)
         return
     layout: Layout | None = None
     ignored = source.get("ignore", ())
     for key, raw in _raw_rows(source, folder):
         if isinstance(raw, Skipped):
-            yield raw
+            yield replace(raw, source=name)
             continue
         if isinstance(raw, dict):
             raw = {field: value for field, value in raw.items() if field not in ignored}
@@ -89,8 +92,8 @@ def _raw_rows(source: dict[str, Any], folder: Path) -> Iterator[RawRow]:
         return dataset_rows(source["dataset"], source.get("config"), source["split"], source["revision"])
     if "folder" in source:
         return saved_dataset_rows(folder / source["folder"])
-    path = folder / source["file"]
-    return parquet_rows(path) if path.suffix == ".parquet" else jsonl_rows(path)
+    path = _installed(source) if "package" in source else folder / source["file"]
+    return ROW_FILES[path.suffix](path)
 
 
 def _known_layout(raw: Any, name: str, key: str) -> Layout:
@@ -134,8 +137,10 @@ def _counted(rows: Iterator[Row], name: str, read: dict[str, dict[str, Any]]) ->
 
 
 def _name(source: dict[str, Any]) -> str:
-    """The name that ids, manifests and skipped.jsonl use; two splits of a dataset are two sources."""
+    """The name that ids, manifests and skipped.jsonl use; two splits of a dataset, or files of a package, are two."""
     name = str(next(source[kind] for kind in KINDS if kind in source))
+    if "package" in source and "file" in source:
+        return f"{name}:{source['file']}"
     return f"{name}:{source.get('config') or ''}:{source['split']}" if "dataset" in source else name
 
 
@@ -170,8 +175,16 @@ def _one_turn(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def _data_file(name: str) -> Path:
-    return Path(str(distribution(name).locate_file(PACKAGES[name][0])))
+def _installed(source: dict[str, Any]) -> Path:
+    """The file, or for `PACKAGES` the folder, in which the rows lie."""
+    name = source["package"]
+    return Path(str(distribution(name).locate_file(source.get("file") or PACKAGES[name][0])))
+
+
+def _row_files(name: str) -> list[str]:
+    """The files of an installed distribution that hold rows, as its own list of files names them."""
+    paths = [path for path in distribution(name).files or () if path.suffix in ROW_FILES and ".." not in path.parts]
+    return sorted(map(str, paths))
 
 
 def _repeated(sources: Sequence[dict[str, Any]]) -> Iterator[Problem]:
@@ -187,23 +200,23 @@ def _package_problems(sources: Sequence[dict[str, Any]]) -> Iterator[Problem]:
     for index, source in enumerate(sources):
         if "package" not in source:
             continue
-        name, declared = source["package"], source["version"]
+        name, declared, file = source["package"], source["version"], source.get("file")
         where = f"sample.sources[{index}]"
-        if name not in PACKAGES:
+        try:
+            installed = distribution(name).version
+        except PackageNotFoundError:
+            installed = None
+        if file is None and name not in PACKAGES:
             known = " or ".join(sorted(PACKAGES))
             yield Problem(
                 "unknown-package",
                 where,
                 name,
-                known,
-                f"name {known}, or put the conversations into {FOLDER}/NAME.jsonl and name it as {{file: NAME.jsonl}}",
+                f"{known}, or `file:` with one of the files of the package",
+                (f"add file: {_listed(name)}" if installed and _row_files(name) else f"name {known}")
+                + f", or put the conversations into {FOLDER}/NAME.jsonl and name it as {{file: NAME.jsonl}}",
             )
-            continue
-        try:
-            installed = distribution(name).version
-        except PackageNotFoundError:
-            installed = None
-        if installed != declared:
+        elif installed != declared:
             yield Problem(
                 "source-version",
                 where,
@@ -212,11 +225,24 @@ def _package_problems(sources: Sequence[dict[str, Any]]) -> Iterator[Problem]:
                 f"pip install {name}=={declared}" + (f", or declare version {installed}" if installed else ""),
                 "another version may hold other conversations",
             )
-        elif not _data_file(name).exists():
+        elif file is not None and file not in _row_files(name):
+            yield Problem(
+                "unknown-file",
+                where,
+                f"no {file} among the row files of {name} {installed}",
+                _listed(name) or f"a {' or '.join(ROW_FILES)} file; this package has none",
+                "name one of its files as they are spelled here" if _row_files(name) else f"remove {where}",
+            )
+        elif not (path := _installed(source)).exists() or (file is not None and not path.is_file()):
             yield Problem(
                 "source-version",
                 where,
-                f"{name} {installed} has no {PACKAGES[name][0]}",
+                f"{name} {installed} has no {file or PACKAGES[name][0]}",
                 "its data file",
                 f"pip install --force-reinstall {name}=={declared}",
             )
+
+
+def _listed(name: str) -> str:
+    files = _row_files(name)
+    return " or ".join(files[:MANY]) + (f" or {len(files) - MANY} others" if len(files) > MANY else "")

@@ -8,6 +8,8 @@ the end of the turn (a line break in ChatML) is not.
 
 from __future__ import annotations
 
+import json
+
 from eagle3.params import SampleParams
 from eagle3.problems import invalid
 from eagle3.sampling.conversations import Conversation, Skipped
@@ -54,6 +56,9 @@ def given_answer(
                 return Unusable("template_drops", name)
     except TemplateRefusal as refusal:
         return Unusable("template_refuses", str(refusal))
+    spelled = chat.tokenizer(json.dumps(answer, ensure_ascii=False), add_special_tokens=False)["input_ids"]
+    if not chat.end_ids.isdisjoint(spelled):
+        return Unusable("end_of_turn_inside", f"one of the ids {sorted(chat.end_ids)} spelled in the answer")
     if through[: len(prompt)] != prompt:
         return Unusable("not_nested", _departure(prompt, through, chat))
     said = through[len(prompt) :]

@@ -45,7 +45,7 @@ def _found(folder: Path, wanted: str) -> tuple[int, Sample]:
     )
 
 
-def _spans(input_ids: Sequence[int], loss_mask: Sequence[bool]) -> Iterator[tuple[bool, list[int]]]:
+def _spans(input_ids: Sequence[int], loss_mask: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
     for supervised, pairs in groupby(zip(loss_mask, input_ids, strict=True), key=lambda pair: pair[0]):
         yield supervised, [token for _, token in pairs]
 

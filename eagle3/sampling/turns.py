@@ -115,8 +115,8 @@ def fitting(ids: list[int], room: int, vocab_size: int) -> list[int] | Unusable:
 def add_turn(samples: list[Sample], prompt: list[int], answer: list[int], new: Sample) -> None:
     """Append the turn as the row `new`, whose ids and mask are set here, or join it to the last row of train."""
     ids = [*prompt, *answer]
-    mask = [False] * len(prompt) + [True] * len(answer)
-    if samples and new.split == "train" and prompt[: len(samples[-1].input_ids)] == samples[-1].input_ids:
+    mask = [0] * len(prompt) + [1] * len(answer)
+    if samples and new.split == "train" and prompt[: len(samples[-1].input_ids)] == list(samples[-1].input_ids):
         before = samples.pop()
         mask[: len(before.loss_mask)] = before.loss_mask
         new = replace(new, sample_id=before.sample_id, turn=before.turn)

@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def prompts(self) -> list[Prompt]:
-        return [Prompt(one.sample_id, one.input_ids[: one.num_prompt], self.limit) for one in self.samples]
+        return [Prompt(one.sample_id, list(one.input_ids[: one.num_prompt]), self.limit) for one in self.samples]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def measure(settings: ServerSettings, plan: Plan, right: dict[str, list[int]], l
         more = replace(settings, num_speculative_tokens=k), logs / f"{k}_drafts.log"
         with opened_clients([more], plan.greeting) as clients:
             [(sweep[k], _)] = _ask(clients, plan, [f"{k}_drafts"], figures)
-    sampled = [one.input_ids[one.num_prompt :] for one in plan.samples]
+    sampled = [list(one.input_ids[one.num_prompt :]) for one in plan.samples]
     return Measured(
         prompts=plan.prompts,
         with_draft=served.answers,

@@ -171,7 +171,8 @@ def _made_from(provenance: Json, licence: str | None) -> str:
 def _source(source: Json) -> str:
     if "package" in source:
         licence = DATA_LICENCES.get(source["package"], UNKNOWN)
-        return f"conversations: {source['package']} {source['version']}, licence {licence}"
+        file = f", {source['file']}" if "file" in source else ""
+        return f"conversations: {source['package']} {source['version']}{file}, licence {licence}"
     if "dataset" in source:
         split = f"split {source['split']} at revision {source['revision']}"
         return f"conversations: {source['dataset']}, {split}, licence {UNKNOWN}"

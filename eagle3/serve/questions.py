@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 from eagle3.formats.json_files import printable
 from eagle3.problems import InvalidInput, Problem, at_most
+from eagle3.sampling.conversations import Skipped
 from eagle3.sampling.named_files import file_problems
+from eagle3.sampling.row_files import jsonl_rows
 
 FOLDER, WHERE = Path("data/questions"), "serve_test.questions"
 # Lines that are named; a file of another form is wrong in every line.
@@ -54,12 +55,11 @@ def read_questions(names: Sequence[str], folder: Path = FOLDER) -> list[Question
 
 def _rows(path: Path, problems: list[Problem]) -> Iterator[tuple[int, Any]]:
     """(line number from 1, row) of every line that is JSON; the others become problems."""
-    for line, raw in enumerate(path.read_bytes().splitlines(), start=1):
-        if raw.strip():
-            try:
-                yield line, json.loads(raw)
-            except (ValueError, RecursionError) as error:
-                problems.append(_problem(path, line, f"no JSON: {error}"))
+    for line, (_, row) in enumerate(jsonl_rows(path), start=1):
+        if not isinstance(row, Skipped):
+            yield line, row
+        elif row.reason != "empty":
+            problems.append(_problem(path, line, f"no JSON: {row.reason}, {row.detail}"))
 
 
 def _question(file: str, line: int, row: Any) -> Question | str:

@@ -18,10 +18,13 @@ from typing import Any, Protocol
 
 from eagle3.formats.safetensors_headers import num_bytes, write_header
 from eagle3.layer_ids import stored_layer_ids
+from eagle3.manifests import Manifest
 from eagle3.params import ExtractParams
 from eagle3.states.store_dtypes import BFLOAT16, FP8, STORE_DTYPES, bytes_per_token
 
 FORMAT = 1
+# `su` is its old name.
+LONGROPE = ("longrope", "su")
 
 
 class StoredSample(Protocol):
@@ -36,7 +39,7 @@ class StoredSample(Protocol):
     @property
     def input_ids(self) -> Sequence[int]: ...
     @property
-    def loss_mask(self) -> Sequence[bool]: ...
+    def loss_mask(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,34 @@ class Shard:
 
 
 def planned_extraction(
-    samples: Sequence[StoredSample], verifier: str | None, config: dict[str, Any], extract: ExtractParams, vllm: str
+    samples: Sequence[StoredSample], made: Manifest, config: dict[str, Any], extract: ExtractParams, vllm: str
 ) -> list[Shard]:
     """The shards of one run of extract; what is named here makes up their keys.
 
-    verifier: its sha256; config: its text config; vllm: the version.
+    made: the manifest of the samples, which names the verifier's sha256; config: its text config; vllm: the version.
     """
     layer_ids = stored_layer_ids(extract.aux_layer_ids, config["num_hidden_layers"])
-    origin = {"verifier": verifier, "layer_ids": layer_ids, "vllm": vllm}
+    origin = {"verifier": made.verifier.get("sha256"), "layer_ids": layer_ids, "vllm": vllm}
+    if _window_chooses_rope(config):
+        origin["window"] = engine_window(samples, made)
     sizes = len(layer_ids), config["hidden_size"]
     return plan_shards(samples, origin, extract.samples_per_shard, *sizes, extract.store_dtype)
+
+
+def engine_window(samples: Sequence[StoredSample], made: Manifest) -> int:
+    """Tokens: the sample stage's, so that rope scaling that looks at it is the same; one token more must fit."""
+    return max(made.used_size("sample", "max_model_len"), 1 + max(len(sample.input_ids) for sample in samples))
+
+
+def _window_chooses_rope(config: dict[str, Any]) -> bool:
+    """Whether the states hang on the window of the engine.
+
+    vLLM 0.32.0, rotary_embedding/phi3_long_rope_scaled_rope.py: long factors for every position where it is longer than
+    the original one (Phi-3, Phi-4-mini). `rope_parameters` can hold one mapping for each type of layer.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    parts = [rope, *rope.values()] if isinstance(rope, dict) else []
+    return any(part.get("rope_type", part.get("type")) in LONGROPE for part in parts if isinstance(part, dict))
 
 
 def plan_shards(

@@ -13,7 +13,7 @@ import fcntl
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -26,13 +26,47 @@ from eagle3.states.shard_plan import Shard
 LOW_WATER_BYTES = 1 << 30
 KEPT_SECONDS = 7 * 24 * 3600
 DATA = Path("data")
+# Locked by every run of extract, shared with the others.
+IN_USE = "in-use.lock"
+MAKE_ROOM = (
+    "make room (dvc gc -w -a -T --all-experiments drops unused cache, and the next run of extract the shards that its "
+    "scratch alone then has; while another run is at work they stay)"
+)
+
+
+@contextmanager
+def scratch_in_use(folder: Path, shards: Sequence[Shard]) -> Iterator[list[Shard]]:
+    """Those of `shards` that are still to be made, when the folder is clean and every disk has room for them.
+
+    Until the context ends no other run deletes whole shards here.
+    """
+    remove_leftovers(folder)
+    with open(folder / IN_USE, "w", encoding="utf-8") as lock:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            clean_scratch(folder, shards)
+        # not one step with the release of the other lock: another run may have cleaned, so we look only from here on
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        check_sizes(folder, shards)
+        missing = _missing(folder, shards)
+        require_space(folder, shards, missing)
+        yield missing
 
 
 def clean_scratch(folder: Path, current: Sequence[Shard]) -> None:
-    """Delete half-written shards of runs that were killed, and whole ones of other inputs made over a week ago."""
-    remove_leftovers(folder)
+    """Delete whole shards of other inputs, where no other run is at work: those made over a week ago, and, where a
+    disk is short of room, all that have no other name: what `dvc gc` has dropped from the cache is free then.
+    """
+    new, every = (sum(shard.num_bytes for shard in each) for each in (_missing(folder, current), current))
+    is_short = any(space_problems(folder, new, every, ""))
     for path in _outdated(folder, current):
-        path.unlink(missing_ok=True)
+        found = path.stat()
+        if found.st_mtime < time.time() - KEPT_SECONDS or (is_short and found.st_nlink == 1):
+            path.unlink(missing_ok=True)
+
+
+def _missing(folder: Path, shards: Sequence[Shard]) -> list[Shard]:
+    return [shard for shard in shards if not (folder / shard.name).exists()]
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -51,15 +85,25 @@ def _abandoned(folder: Path) -> Iterator[Path]:
 
 def _outdated(folder: Path, current: Sequence[Shard]) -> Iterator[Path]:
     kept = {shard.name for shard in current}
-    for path in folder.glob("shard-*.safetensors"):
-        if path.name not in kept and path.stat().st_mtime < time.time() - KEPT_SECONDS:
-            yield path
+    yield from (path for path in folder.glob("shard-*.safetensors") if path.name not in kept)
 
 
 def bytes_to_clean(folder: Path, current: Sequence[Shard]) -> int:
-    """What `clean_scratch` will free; a file with a second name keeps its bytes."""
-    left = (path.stat() for path in chain(_abandoned(folder), _outdated(folder, current)))
+    """What a run that needs it will free; a file with a second name keeps its bytes."""
+    left = (path.stat() for path in chain(_abandoned(folder), _outdated(folder, current) if _is_idle(folder) else ()))
     return sum(found.st_blocks * 512 for found in left if found.st_nlink == 1)
+
+
+def _is_idle(folder: Path) -> bool:
+    """No run is at work here."""
+    try:
+        with open(folder / IN_USE, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    except BlockingIOError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -109,8 +153,8 @@ def space_problems(scratch: Path, new: int, every: int, how: str, freed: int = 0
                 f"{free / 1e9:.2f} GB free",
                 f"{writing.num_bytes / 1e9:.2f} GB for {' and for '.join(writing.whats)} ({how}), and "
                 f"{LOW_WATER_BYTES / 1e9:.2f} GB left for everything else on this disk",
-                "make room (dvc gc -w -a -T --all-experiments drops unused cache), or store half the bytes "
-                "(extract.store_dtype=fp8), or take fewer samples (sample.max_train) or layers (extract.aux_layer_ids)",
+                f"{MAKE_ROOM}, or store half the bytes (extract.store_dtype=fp8), or "
+                "take fewer samples (sample.max_train) or layers (extract.aux_layer_ids)",
             )
 
 
@@ -135,8 +179,7 @@ def require_room(folder: Path, shard: Shard) -> None:
             str(folder),
             f"{free / 1e9:.2f} GB free, and the next shard takes {shard.num_bytes / 1e9:.2f} GB",
             f"{LOW_WATER_BYTES / 1e9:.2f} GB left for everything else on this disk",
-            "make room (dvc gc -w -a -T --all-experiments drops unused cache), then: dvc repro extract   (it goes on "
-            "with the shards that are missing)",
+            f"{MAKE_ROOM}, then: dvc repro extract   (it goes on with the shards that are missing)",
             "a full disk would stop other programs, and this run in the middle of a shard",
         )
 

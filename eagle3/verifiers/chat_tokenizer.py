@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3.formats.json_files import read_json_object
 from eagle3.problems import invalid
 from eagle3.verifiers.verifier import Verifier
 
@@ -124,13 +124,6 @@ def _end_ids(config: dict[str, Any], name: str) -> set[int]:
     return set(ids)
 
 
-def _generation_config(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads((path / GENERATION_CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise invalid(
-            "verifier-config", str(path / GENERATION_CONFIG), str(error), "JSON", "download the file again"
-        ) from None
-    return value if isinstance(value, dict) else {}
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / GENERATION_CONFIG
+    return read_json_object(path).value if path.exists() else {}
