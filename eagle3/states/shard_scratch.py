@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from eagle3.atomic_files import are_on_one_disk
+from eagle3.atomic_files import are_on_one_disk, nearest
 from eagle3.dvc_records import cache_folder
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.states.shard_plan import Shard
@@ -121,7 +121,7 @@ class Writing:
 
 def writings(scratch: Path, new: int, every: int) -> list[Writing]:
     """What is written to each file system. new, every: bytes of the output that are still to be made, and of all."""
-    scratch, data, cache = map(_nearest, (scratch, DATA, cache_folder()))
+    scratch, data, cache = map(nearest, (scratch, DATA, cache_folder()))
     parts = [Writing(scratch, new, ("what is still to be made",))]
     if not are_on_one_disk(scratch, data):
         parts.append(Writing(data, every, (f"the whole output, for {data} is on another file system than {scratch}",)))
@@ -134,18 +134,13 @@ def writings(scratch: Path, new: int, every: int) -> list[Writing]:
     return list(found.values())
 
 
-def _nearest(path: Path) -> Path:
-    """The path, or the first folder over it that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-
-
 def space_problems(scratch: Path, new: int, every: int, how: str, freed: int = 0) -> Iterator[Problem]:
     """One for each file system that the shards would take under the low-water mark.
 
     how: what the bytes come from. freed: bytes of scratch that will be deleted first (`bytes_to_clean`).
     """
     for writing in writings(scratch, new, every):
-        free = shutil.disk_usage(writing.where).free + (freed if writing.disk == _nearest(scratch).stat().st_dev else 0)
+        free = shutil.disk_usage(writing.where).free + (freed if writing.disk == nearest(scratch).stat().st_dev else 0)
         if writing.num_bytes + LOW_WATER_BYTES > free:
             yield Problem(
                 "no-space",
