@@ -257,12 +257,12 @@ def test_a_conversation_more_changes_the_block_it_falls_in_and_hardly_another(si
     before = list(blocks(rows[:2000], size))
     assert [row for block in before for row in block] == sorted(rows[:2000], key=lambda row: row.conversation_id)
     assert all(len(block) >= max(1, size // 2) for block in before[:-1])
-    assert 0.7 * size <= 2000 / len(before) <= 1.5 * size
+    assert 0.7 * size <= 2000 / len(before) <= 1.1 * size
     changed = []
     for out in range(0, 2000, 100):
         other = list(blocks(rows[:out] + rows[out + 1 :], size))
         changed.append(sum(block not in before for block in other))
-    assert sum(changed) / len(changed) <= 2.5
+    assert max(changed) <= (2 if size > 8 else 6)  # the smaller they are, the more are passed until both end alike
     assert list(blocks([], size)) == []
 
 

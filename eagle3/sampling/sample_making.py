@@ -19,12 +19,12 @@ def blocks(rows: Sequence[Conversation], size: int) -> Iterator[Sequence[Convers
     """About `size` rows each, in the order of their ids, ended by ids: one row more or less moves the ends next to it.
 
     So a conversation more leaves most batches, and with them the bits of their answers and the shards of their states,
-    as they were. A block ends at the first id divisible by half the size after as many rows.
+    as they were. A block ends at the first id divisible by half the size (two at least) after half as many rows.
     """
-    half, begin = max(1, size // 2), 0
+    least, every, begin = max(1, size // 2), min(size, max(2, size // 2)), 0
     rows = sorted(rows, key=lambda row: row.conversation_id)
     for end, row in enumerate(rows, 1):
-        if end == len(rows) or (end - begin >= half and int(row.conversation_id, 16) % half == 0):
+        if end == len(rows) or (end - begin >= least and int(row.conversation_id, 16) % every == 0):
             yield rows[begin:end]
             begin = end
 
