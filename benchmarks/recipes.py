@@ -20,7 +20,7 @@ from typing import Any
 import dvc.api
 
 from eagle3.acceptance import Acceptance, acceptance_of, bootstrap, walk
-from eagle3.drafts.walk_files import read_walks
+from eagle3.drafts.walk_files import parse_walks, read_walks
 from eagle3.params import PARAMS_FILE
 from eagle3.plans.compare import exp_show, revisions
 from eagle3.yaml12 import read_yaml
@@ -90,9 +90,9 @@ def main() -> int:
 
 
 def experiments() -> dict[str, str]:
-    """Recipe and commit of each experiment in this repository."""
-    named = {name: data.get("rev") for name, data in revisions(exp_show())}
-    return {name.removeprefix("recipe-"): rev for name, rev in named.items() if rev and name.startswith("recipe-")}
+    """Recipe and commit of each finished experiment in this repository; one that runs has `workspace` for a commit."""
+    named = {name: data.get("rev") for name, data in revisions(exp_show()) if name.startswith("recipe-")}
+    return {name.removeprefix("recipe-"): rev for name, rev in named.items() if rev not in (None, "workspace")}
 
 
 def reports_of(recipe: Recipe, there: dict[str, str]) -> list[Json]:
@@ -121,10 +121,8 @@ def gain(rev: str) -> str:
     """
     if not rev:
         return ""
-    default, other = read_walks(Path(WALKS).parent), json.loads(dvc.api.read(WALKS, rev=rev))
-    pairs = [
-        (_walk(right), _walk([int(digit) for digit in other[name]])) for name, right in default.items() if name in other
-    ]
+    default, other = read_walks(Path(WALKS).parent), parse_walks(dvc.api.read(WALKS, rev=rev))
+    pairs = [(_walk(right), _walk(other[name])) for name, right in default.items() if name in other]
     low, high = bootstrap(pairs, longer)
     return f"{longer(pairs):.3f} ({low:.3f} to {high:.3f})"
 

@@ -21,11 +21,16 @@ def write_walks(folder: Path, right: Mapping[str, Sequence[int]]) -> None:
     write_json(folder / NAME, {name: "".join(map(str, counts)) for name, counts in sorted(right.items())})
 
 
+def parse_walks(text: str) -> dict[str, list[int]]:
+    """The text of a file that `write_walks` wrote: sample id -> counts."""
+    return {name: [int(digit) for digit in counts] for name, counts in json.loads(text).items()}
+
+
 def read_walks(folder: Path) -> dict[str, list[int]]:
     """What `write_walks` wrote; `InvalidInput` for anything else."""
     path = folder / NAME
     try:
-        return {name: [int(digit) for digit in counts] for name, counts in json.loads(path.read_text()).items()}
+        return parse_walks(path.read_text())
     except (OSError, ValueError, AttributeError, TypeError) as error:
         found = f"{type(error).__name__}: {error}"
         raise invalid("missing-input", str(path), found, "the walk over eval's answers", "dvc repro train") from None
