@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
 from eagle3.problems import invalid
 from eagle3.serve.questions import Question
-from eagle3.serve.serving import Answer, Client, Prompt, in_turns
+from eagle3.serve.serving import Answer, Client, Prompt, blocks, let_idle
 from eagle3.verifiers.chat_tokenizer import TemplateRefusal
 
 Messages = list[dict[str, str]]
@@ -39,29 +39,33 @@ def ask_questions(clients: Sequence[Client], asked: Asked, limit: int) -> tuple[
     """Every turn that fits into the window with `limit` tokens of answer, and the ids of those that did not.
 
     The first server's answers are those that further turns follow. A second server is asked the same turns after each
-    `TURN` questions, so that whatever else the machine does meets both alike; without it `other` is `answer`.
+    block of questions, so that whatever else the machine does meets both alike; without it `other` is `answer`.
     """
+    first, others = clients[0], clients[1:]
     turns: list[Turn] = []
     too_long: list[str] = []
-    block: list[Turn] = []
     with tqdm(total=len(asked.questions), desc="questions", unit="question", disable=not asked.questions) as bar:
-        for server, questions in in_turns(len(clients), asked.questions, mirrored=False):
-            if server:
-                block = [replace(one, other=clients[server].ask(one.prompt)) for one in block]
-            else:
-                block = []
-                for question in questions:
-                    block += _conversation(clients[0], asked, question, limit, too_long)
-                    bar.update()
-            if server == len(clients) - 1:
-                turns += block
+        for questions in blocks(asked.questions):
+            if others:
+                let_idle()
+            led: list[Turn] = []
+            for question in questions:
+                led += _conversation(first, asked, question, limit, too_long)
+                bar.update()
+            for other in others:
+                let_idle()
+                led = _asked_again(other, led)
+            turns += led
     return turns, too_long
 
 
 def ask_again(client: Client, turns: Sequence[Turn]) -> list[Turn]:
     """The same turns, put to the other server."""
-    bar = tqdm(turns, desc="questions, without draft", unit="turn", disable=not turns)
-    return [replace(turn, other=client.ask(turn.prompt)) for turn in bar]
+    return _asked_again(client, tqdm(turns, desc="questions, without draft", unit="turn", disable=not turns))
+
+
+def _asked_again(client: Client, turns: Iterable[Turn]) -> list[Turn]:
+    return [replace(turn, other=client.ask(turn.prompt)) for turn in turns]
 
 
 def _conversation(client: Client, asked: Asked, question: Question, limit: int, too_long: list[str]) -> Iterator[Turn]:

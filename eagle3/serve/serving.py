@@ -250,20 +250,29 @@ def opened_clients(wanted: Sequence[tuple[ServerSettings, Path]], greeting: list
         yield clients
 
 
-def in_turns(servers: int, asked: Sequence[Item], mirrored: bool = True) -> Iterator[tuple[int, Sequence[Item]]]:
-    """`TURN` of `asked` at a time to each server, so that whatever else the machine does meets all of them alike.
+def blocks(asked: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """`TURN` of `asked` at a time: what one server answers before the other one does."""
+    return (asked[first : first + TURN] for first in range(0, len(asked), TURN))
 
-    A server that has just answered is waited for before the next one is asked. mirrored: 0 1, 1 0, 0 1 ..., else always
-    from the first to the last.
+
+def let_idle() -> None:
+    """Wait until the server that has just answered costs nothing."""
+    time.sleep(IDLE_SECONDS)
+
+
+def in_turns(servers: int, asked: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:
+    """Each block to each server, 0 1, 1 0, 0 1 ...: whatever else the machine does meets all of them alike.
+
+    A server that has just answered is waited for before the next one is asked; the last one has been warmed up.
     """
     busy = servers - 1
-    for first in range(0, len(asked), TURN):
+    for number, block in enumerate(blocks(asked)):
         order = range(servers)
-        for turn in reversed(order) if mirrored and first // TURN % 2 else order:
+        for turn in reversed(order) if number % 2 else order:
             if turn != busy:
-                time.sleep(IDLE_SECONDS)
+                let_idle()
             busy = turn
-            yield turn, asked[first : first + TURN]
+            yield turn, block
 
 
 def ask_in_turns(
