@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 
 from eagle3.atomic_files import link_tree, write_json
-from eagle3.drafts.draft_model import num_gpus
 from eagle3.drafts.torchrun import MODULE, launch_of, run_with_torchrun
 from eagle3.drafts.train_process import HIDDEN_STATES, RUN, VOCAB_MAP, Job, run_job, write_job
 from eagle3.drafts.training_data import check_inputs
 from eagle3.drafts.training_report import Record, best_epoch, verdict, write_reports
 from eagle3.engines import require_engine
 from eagle3.formats.json_files import read_json_object
+from eagle3.gpus import num_gpus
 from eagle3.machine import read_machine
 from eagle3.manifests import Manifest, read_manifest, write_manifest
 from eagle3.stage_guard import Stage, run_stage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from eagle3.drafts.cpu_draft import CpuEagle3DraftModel
 from eagle3.drafts.draft_architecture import DraftArchitecture
 from eagle3.drafts.draft_walk import Draft
 from eagle3.drafts.vocab_map import read_vocab_map
+from eagle3.gpus import device
 from eagle3.problems import InvalidInput, Problem
 from eagle3.verifiers.verifier import Verifier, text_config
 
@@ -26,15 +26,6 @@ INITIAL_STD = 0.02
 
 # d2t offsets int64 [K] (verifier id = i + d2t[i]) and t2d bool [V].
 Vocabulary = tuple[torch.Tensor, torch.Tensor]
-
-
-def device() -> torch.device:
-    """The GPU of this process where there is one, else the CPU."""
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu")
-
-
-def num_gpus() -> int:
-    return torch.cuda.device_count()
 
 
 def read_vocabulary(folder: Path, architecture: DraftArchitecture) -> Vocabulary | None:

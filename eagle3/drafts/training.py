@@ -16,12 +16,13 @@ import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.trainer import Trainer, TrainerConfig
 
-from eagle3.drafts.draft_model import INITIAL_STD, device
+from eagle3.drafts.draft_model import INITIAL_STD
 from eagle3.drafts.process_group import first_says, num_processes, rank
 from eagle3.drafts.sharding import gathered_weights
 from eagle3.drafts.training_curves import Curves, EpochMetrics, announce, curves_of
 from eagle3.drafts.training_data import PackedRows
 from eagle3.drafts.training_state import SaveSchedule, load_state, save_state
+from eagle3.gpus import device
 from eagle3.params import TrainParams
 from eagle3.problems import invalid
 

@@ -20,7 +20,7 @@ from eagle3.atomic_files import are_on_one_disk, nearest
 from eagle3.dvc_records import cache_folder, rotten_listings
 from eagle3.engines import installed_version
 from eagle3.formats.json_files import read_json_object
-from eagle3.machine import Machine, executor_problems, read_machine
+from eagle3.machine import MEMINFO, Machine, available_memory, executor_problems, read_machine
 from eagle3.params import read_params
 from eagle3.plans.kill_faults import kill_faults
 from eagle3.problems import InvalidInput, Problem
@@ -31,7 +31,7 @@ INSTALL = "make .venv/.installed && source .venv/bin/activate"
 MIN_MEMORY_GIB = 6
 MIN_DISK_GIB = 2  # data/ of the run in README.md has 0.6 GB
 MANY = 8
-MEMINFO, CPUINFO = Path("/proc/meminfo"), Path("/proc/cpuinfo")
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def diagnose() -> list[Problem]:
@@ -160,8 +160,7 @@ def _num_gpus() -> int:
 
 
 def _memory() -> Iterator[Problem]:
-    found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text()) if MEMINFO.is_file() else None
-    gib = int(found[1]) / 2**20 if found else None
+    gib = available_memory() / 2**30 if MEMINFO.is_file() else None
     if gib is not None and gib < MIN_MEMORY_GIB:
         expected = f"{MIN_MEMORY_GIB} GiB for the default parameters"
         yield Problem("memory", "memory", f"{gib:.1f} GiB available", expected, "stop other programs", "", "warning")

@@ -8,13 +8,14 @@ from itertools import takewhile
 from pathlib import Path
 
 from eagle3.acceptance import Acceptance, Round, acceptance_of, walk, without_loops
+from eagle3.gpus import num_gpus
 from eagle3.machine import available_memory
 from eagle3.sampling.samples import Sample
 from eagle3.serve.greedy_ties import Difference, Judgement, Logits, first_difference, judge, reference_logits
 from eagle3.serve.question_turns import Asked, Turn, ask_again, ask_questions
 from eagle3.serve.serving import TURN, Answer, Client, Counters, Prompt, ask_in_turns, opened_clients
 from eagle3.serve.suite import Suite, differences, run_suite
-from eagle3.serve.vllm_command import ServerSettings, num_gpus, num_ranks, server_memory
+from eagle3.serve.vllm_command import ServerSettings, num_ranks, server_memory
 from eagle3.verifiers.reference_model import NoReference
 
 NAMES = "with_draft", "without_draft"

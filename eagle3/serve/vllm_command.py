@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+from eagle3.gpus import num_gpus
 from eagle3.machine import Machine, cores_by_rank
 
 HOST = "127.0.0.1"
@@ -111,12 +112,6 @@ def num_ranks(machine: Machine) -> int:
     if machine.tensor_parallel_size:
         return machine.tensor_parallel_size
     return max(1, num_gpus())
-
-
-def num_gpus() -> int:
-    import torch
-
-    return int(torch.cuda.device_count())
 
 
 def intel_openmp() -> Path | None:
