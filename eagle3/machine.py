@@ -12,12 +12,13 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from eagle3.params import StrictValidator, flag, integer, number, rule, section_schema, text
+from eagle3.param_rules import flag, integer, number, rule, rule_problems, section_schema, text
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.yaml12 import read_yaml
 
 HOST_AND_PORT = r"^(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}$"
 SECONDS_TO_CONNECT = 3.0
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def cores_by_rank(num_ranks: int, num_threads: int | None = None, first: int = 0
 
 def available_memory() -> int:
     """Bytes, by Linux' own estimate: free pages, and cached ones that can be dropped."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    lines = MEMINFO.read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
@@ -97,15 +98,9 @@ def read_machine(root: Path | None = None) -> Machine:
     raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise invalid("machine", str(path), f"a {type(raw).__name__}", "a mapping", f"edit or remove {path}")
-    schema = section_schema(Machine)
-    validator = StrictValidator({name: {**rule, "required": False} for name, rule in schema.items()})
-    if not validator.validate(raw):
-        raise InvalidInput(
-            *(
-                Problem("machine", f"{path}: {key}", repr(raw.get(key)), "; ".join(map(str, found)), f"edit {path}")
-                for key, found in validator.errors.items()
-            )
-        )
+    schema = {name: {**rule, "required": False} for name, rule in section_schema(Machine).items()}
+    if problems := rule_problems(raw, schema, str(path)):
+        raise InvalidInput(*problems)
     machine = Machine(**{item.name: raw.get(item.name) for item in fields(Machine)})
     print(f"machine: {path} -> {', '.join(f'{key}={value}' for key, value in raw.items()) or 'empty'}", flush=True)
     return machine

@@ -1,121 +1,35 @@
-"""params.yaml as frozen records: one dataclass per section, its fields carrying their own cerberus rules.
+"""params.yaml as frozen records: one dataclass per section, its fields carrying their own rules (`eagle3.param_rules`).
 
-Strict by design: unknown and missing keys are refused with the nearest known one, integers refuse booleans, floats
-refuse NaN and infinity, nothing lossy is coerced (cerberus' own `integer` and `float` allow all of these), and every
-problem is reported at once.
+Every key is required, nothing unknown is passed over, and every problem is reported at once.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cerberus import TypeDefinition, Validator
-
+from eagle3.param_rules import (
+    COMMIT,
+    JSONL,
+    SHA256,
+    VERSION,
+    choice,
+    flag,
+    integer,
+    number,
+    rule,
+    rule_problems,
+    section_schema,
+    text,
+)
 from eagle3.problems import InvalidInput, Problem, invalid
 from eagle3.yaml12 import read_yaml
 
 PARAMS_FILE = Path("params.yaml")
-
-
-VERSION = r"^\d+(\.\d+)+([.+-]?[A-Za-z0-9.]+)?$"
-JSONL = r"^[^/\\.][^/\\]*\.jsonl$"
-COMMIT = r"^[0-9a-f]{40}$"
-SHA256 = r"^[0-9a-f]{64}$"
-# What a text of each pattern is, for people.
-PATTERN_WORDS = {
-    VERSION: "a version, e.g. 1.2.3, in quotes",
-    JSONL: "the name of a file, NAME.jsonl, without its folder",
-    COMMIT: "a commit: 40 hex digits",
-    SHA256: "a sha256: 64 hex digits",
-}
-# The kinds of sources: what each must say, and what it may say beside that and weight.
-SOURCE_FORMS: tuple[tuple[dict[str, str], set[str]], ...] = (
-    ({"package": r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "version": VERSION}, set()),
-    ({"package": r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "version": VERSION, "file": r"."}, {"ignore"}),
-    ({"file": r"^[^/\\.][^/\\]*\.(jsonl|parquet)$"}, {"ignore"}),
-    ({"folder": r"^[^/\\.][^/\\]*$"}, {"ignore"}),
-    ({"dataset": r"^[\w.-]+/[\w.-]+$", "revision": COMMIT, "split": r"^[\w.-]+$"}, {"ignore", "config"}),
-)
-
-
-def _has_form(value: dict[Any, Any], required: dict[str, str], optional: set[str]) -> bool:
-    return (
-        set(required) <= set(value) <= {*required, *optional, "weight"}
-        and all(isinstance(value[key], str) and re.match(pattern, value[key]) for key, pattern in required.items())
-        and _is_weight(value.get("weight", 1))
-        and isinstance(value.get("config", ""), str)
-        and isinstance(ignore := value.get("ignore", []), list)
-        and all(isinstance(name, str) for name in ignore)
-    )
-
-
-def _is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-class StrictValidator(Validator):
-    """cerberus with an `integer` that refuses booleans and a `float` that refuses NaN, infinity and booleans."""
-
-    types_mapping = Validator.types_mapping | {
-        "integer": TypeDefinition("integer", (int,), (bool,)),
-        "number": TypeDefinition("number", (int, float), (bool,)),
-    }
-
-    def _check_with_finite(self, name: str, value: Any) -> None:
-        if isinstance(value, float) and not math.isfinite(value):
-            self._error(name, f"must be a finite number, not {value}")
-
-    def _check_with_ascending(self, name: str, value: Any) -> None:
-        if isinstance(value, list) and all(type(item) is int for item in value) and value != sorted(set(value)):
-            self._error(name, f"must ascend without repetition, e.g. {sorted(set(value))}")
-
-    def _check_with_selection(self, name: str, value: Any) -> None:
-        if value not in ("best", "last") and not (type(value) is int and value >= 0):
-            self._error(name, "must be best, last or the number of an epoch (from 0)")
-
-    def _check_with_source(self, name: str, value: Any) -> None:
-        if not isinstance(value, dict) or not any(_has_form(value, *form) for form in SOURCE_FORMS):
-            self._error(
-                name,
-                "must be {package: NAME, version: X.Y.Z}, with file: PATH for a file inside it, {file: NAME.jsonl or "
-                "NAME.parquet}, {folder: NAME} or {dataset: OWNER/NAME, revision: 40 hex digits, split: NAME}, with "
-                "weight (over 0), and ignore (a list of fields) and config where they apply; see sample.sources",
-            )
-
-
-def integer(minimum: int, maximum: int | None = None, nullable: bool = False) -> Any:
-    rule: dict[str, Any] = {"type": "integer", "min": minimum, "nullable": nullable}
-    return field(metadata=rule if maximum is None else {**rule, "max": maximum})
-
-
-def number(minimum: float, maximum: float, nullable: bool = False) -> Any:
-    return field(
-        metadata={"type": "number", "min": minimum, "max": maximum, "nullable": nullable, "check_with": "finite"}
-    )
-
-
-def text(pattern: str | None = None, nullable: bool = False) -> Any:
-    rule: dict[str, Any] = {"type": "string", "nullable": nullable, "empty": False}
-    return field(metadata={**rule, "regex": pattern} if pattern else rule)
-
-
-def choice(*allowed: str) -> Any:
-    return field(metadata={"type": "string", "allowed": list(allowed)})
-
-
-def flag(nullable: bool = False) -> Any:
-    return field(metadata={"type": "boolean", "nullable": nullable})
-
-
-def rule(**metadata: Any) -> Any:
-    return field(metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -273,12 +187,6 @@ RECORDS: dict[str, type] = {
 }
 
 
-def section_schema(record: type) -> dict[str, Any]:
-    """The cerberus schema of a section: the rules its fields carry; every key is required."""
-    assert all(item.default is MISSING for item in fields(record)), "a parameter has no hidden default"
-    return {item.name: {**item.metadata, "required": True} for item in fields(record)}
-
-
 @cache
 def params_schema() -> dict[str, Any]:
     sections = {
@@ -291,8 +199,7 @@ def parse_params(raw: Any, where: str = "params.yaml") -> Params:
     """Validated parameters, or `InvalidInput` with every problem of every section."""
     if not isinstance(raw, dict):
         raise invalid("params", where, f"a {type(raw).__name__}", "a mapping of sections", f"edit {where}")
-    validator = StrictValidator(params_schema())
-    problems = [] if validator.validate(raw) else list(_cerberus_problems(validator.errors, raw, where))
+    problems = rule_problems(raw, params_schema(), where)
     if not problems:
         problems = [problem for check in CROSS_CHECKS for problem in check(raw, where)]
     if problems:
@@ -307,35 +214,6 @@ def read_params(path: Path = PARAMS_FILE) -> Params:
 
 def params_as_dict(params: Params) -> dict[str, Any]:
     return asdict(params)
-
-
-def _cerberus_problems(errors: Any, raw: Any, where: str, prefix: str = "", schema: Any = None) -> Any:
-    """Flatten cerberus' nested error lists into problems with dotted paths."""
-    schema = params_schema() if schema is None else schema
-    for key, messages in errors.items():
-        path = f"{prefix}.{key}" if prefix else str(key)
-        value = raw.get(key) if isinstance(raw, dict) else (raw[key] if isinstance(raw, list) else None)
-        for message in messages:
-            if isinstance(message, dict):
-                inner = schema.get(key, {}).get("schema") if isinstance(schema, dict) else None
-                yield from _cerberus_problems(message, value, where, path, inner or {})
-            elif message == "unknown field":
-                near = difflib.get_close_matches(str(key), [str(name) for name in schema or ()], 1)
-                fix = f"did you mean {near[0]}?" if near else "remove it"
-                yield Problem("unknown-parameter", path, repr(value), "no such key", f"{fix} (in {where})")
-            elif message == "required field":
-                yield Problem("missing-parameter", path, "absent", "a value", f"add {path} to {where}")
-            else:
-                yield Problem(
-                    "parameter", path, repr(value), _expected(message, schema, key), f"correct {path} in {where}"
-                )
-
-
-def _expected(message: str, schema: Any, key: Any) -> str:
-    """cerberus names neither the values it allows nor what its patterns are."""
-    if message.startswith("unallowed value"):
-        return f"one of {', '.join(schema[key]['allowed'])}"
-    return next((words for pattern, words in PATTERN_WORDS.items() if f"'{pattern}'" in message), message)
 
 
 def _hub_source_is_pinned(raw: dict[str, Any], where: str) -> Any:

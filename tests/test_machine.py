@@ -35,3 +35,9 @@ def test_cores_are_dealt_out_to_ranks_and_shared_where_there_are_too_few():
     assert cores_by_rank(1, num_threads=1) == cores[0]
     assert cores_by_rank(len(cores)) == "|".join(cores)
     assert cores_by_rank(2, num_threads=1) == f"{cores[0]}|{cores[0]}"
+
+
+def test_a_mistyped_key_is_refused_with_the_nearest_one(tmp_path):
+    (tmp_path / "machine.yaml").write_text("tensor_paralel_size: 2\n")
+    with pytest.raises(InvalidInput, match=r"did you mean tensor_parallel_size\?"):
+        read_machine(tmp_path)
