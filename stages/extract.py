@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3.atomic_files import link_or_copy
@@ -13,10 +14,10 @@ from eagle3.manifests import Manifest, read_manifest, verify_files, write_manife
 from eagle3.problems import InvalidInput
 from eagle3.sampling.samples import read_samples
 from eagle3.stage_guard import Stage, run_stage
-from eagle3.states.extraction import extract_shards, input_problems, start_extraction
+from eagle3.states.extraction import Extracted, extract_shards, input_problems, start_extraction
 from eagle3.states.hidden_states import store_errors
 from eagle3.states.ray_extraction import Job, extract_with_ray
-from eagle3.states.shard_plan import engine_window, planned_extraction
+from eagle3.states.shard_plan import Shard, engine_window, planned_extraction
 from eagle3.states.shard_scratch import scratch_in_use
 from eagle3.states.store_dtypes import FP8
 from eagle3.states.witness import WITNESS, check_parity, first_samples
@@ -43,16 +44,9 @@ def run(stage: Stage) -> None:
     folder.mkdir(parents=True)
     with scratch_in_use(home, shards) as missing:
         if missing:
-            window = engine_window(samples, made)
-            require_window(verifier, window)
-            machine, greedy = read_machine(), made.decided_list("greedy_splits", str)
-            if machine.executor == "ray":
-                done = extract_with_ray(
-                    Job(verifier, machine, window, trust_remote_code, layer_ids, greedy, home), missing
-                )
-            else:
-                engine = start_extraction(verifier, machine, window, trust_remote_code, layer_ids)
-                done = extract_shards(engine, missing, home, layer_ids, greedy)
+            window, greedy = engine_window(samples, made), made.decided_list("greedy_splits", str)
+            job = Job(verifier, read_machine(), window, trust_remote_code, layer_ids, greedy, home)
+            done = extracted(job, missing)
             stage.figures["tokens_per_second"] = done.tokens_per_second
             stage.figures["bytes_written"] = sum(shard.num_bytes for shard in missing)
         if witnessed := first_samples(home, shards, params.parity_samples):
@@ -74,6 +68,15 @@ def run(stage: Stage) -> None:
     now = f"{len(missing)} made now: {done}" if missing else "all made by an earlier run"
     listed = ", ".join(f"{count} {name}" for name, count in counts.items())
     print(f"extract: {listed}, {sum(shard.num_bytes for shard in shards) / 1e9:.2f} GB ({now})", flush=True)
+
+
+def extracted(job: Job, shards: Sequence[Shard]) -> Extracted:
+    """Make `shards` by the engine of this process, or by Ray's replicas where machine.yaml says so."""
+    require_window(job.verifier, job.window)
+    if job.machine.executor == "ray":
+        return extract_with_ray(job, shards)
+    engine = start_extraction(job.verifier, job.machine, job.window, job.trust_remote_code, job.layer_ids)
+    return extract_shards(engine, shards, job.folder, job.layer_ids, job.greedy_splits)
 
 
 if __name__ == "__main__":
