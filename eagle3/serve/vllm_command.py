@@ -69,9 +69,6 @@ def measured_flags(max_model_len: int) -> list[str]:
         "--no-enable-prefix-caching",
         # as sample's engine, whose bits the answers are compared with
         "--enforce-eager",
-        # tokens of a stream that go out together, after the first one: sending each takes time from the cores that
-        # compute the next, a tenth of it on two cores
-        *("--stream-interval", "16"),
     ]
 
 
