@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import recipes
 from benchmarks.recipes import PAGE, RECIPES, Recipe, longer, renewed, reports_of, row
 from eagle3.acceptance import Acceptance
 from eagle3.params import PARAMS_FILE
@@ -36,3 +37,12 @@ def test_the_difference_of_two_drafts_is_over_all_their_rounds():
     assert longer([(one, other), (other, one)]) == 0
     assert longer([(one, other), (one, other)]) == pytest.approx(2.0 - 1.2)
     assert longer([(one, other), (other, other)]) == pytest.approx(1 + 11 / 15 - 1.2)
+
+
+def test_an_experiment_that_still_runs_gives_no_row(monkeypatch):
+    """DVC 3.67 lists it under its name, with `workspace` where a finished one has its commit."""
+    found = {"recipe-speculators": "a" * 40, "recipe-adamw-512": "workspace", "other": "b" * 40, "recipe-failed": None}
+    revs = [{"revs": [{"name": name, "rev": rev, "data": rev and {"rev": rev}}]} for name, rev in found.items()]
+    shown = [{"data": {}}, {"name": "main", "rev": "c" * 40, "data": {"rev": "c" * 40}, "experiments": revs}]
+    monkeypatch.setattr(recipes, "exp_show", lambda: shown)
+    assert recipes.experiments() == {"speculators": "a" * 40}
