@@ -43,7 +43,7 @@ OF_THE_DISK = ("no-space", "low-water", "not-permitted", "disk-error")
 
 @dataclass(frozen=True)
 class Job:
-    """What an engine needs, alone or as one of many. window: tokens, over the longest sample; folder: seen by every node."""
+    """What an engine needs, alone or as one of many. window: tokens, over the longest sample; folder: on every node."""
 
     verifier: Verifier
     machine: Machine
