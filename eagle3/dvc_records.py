@@ -56,7 +56,7 @@ def cache_folder() -> Path:
         config = configparser.ConfigParser(interpolation=None, strict=False)
         config.read(Path(".dvc") / name, encoding="utf-8")
         if config.has_option("cache", "dir"):
-            return Path(".dvc") / config["cache"]["dir"].strip("\"'")
+            return Path(".dvc") / Path(config["cache"]["dir"].strip("\"'")).expanduser()
     return Path(".dvc/cache")
 
 

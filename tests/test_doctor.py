@@ -157,6 +157,9 @@ def test_a_cache_on_another_disk_than_the_data(here, monkeypatch):
     assert str(here / "elsewhere") in found.found
     local.write_text(f"[cache]\n    dir = {here / 'beside/cache'}\n")
     assert "file-systems" not in codes("warning")
+    monkeypatch.setenv("HOME", str(here / "elsewhere"))
+    local.write_text("[cache]\n    dir = ~/cache\n")
+    assert "file-systems" in codes("warning"), "DVC expands ~ here too"
 
 
 def test_a_list_of_the_cache_with_a_flipped_bit(here):
@@ -185,6 +188,20 @@ def test_what_a_full_disk_and_an_open_file_of_secrets_leave(here):
     local.chmod(0o644)
     local.write_text("['remote \"storage\"']\n    url = /somewhere\n")
     assert "secrets" not in codes("warning")
+
+
+@pytest.mark.parametrize(
+    ("url", "is_taken_from_the_root"),
+    [("storage", True), ("../../store", True), ("~/store", False), ("/store", False), ("s3://bucket/eagle3", False)],
+)
+def test_a_remote_that_some_commands_take_from_the_root_of_the_disk(here, url, is_taken_from_the_root):
+    (here / ".dvc/config").write_text(f"['remote \"storage\"']\n    url = {url}\n")
+    found = [problem for problem in doctor.diagnose() if problem.code == "relative-remote"]
+    assert [problem.fix for problem in found] == (
+        [f"dvc remote modify storage url {os.path.abspath(here / '.dvc' / url)}"] if is_taken_from_the_root else []
+    )
+    (here / ".dvc/config.local").write_text("['remote \"storage\"']\n    url = ../store\n")
+    assert "relative-remote" not in codes("warning"), "the local file is read from the clone itself"
 
 
 def test_outside_a_repository(tmp_path, monkeypatch):

@@ -33,10 +33,12 @@ def run(folder: Path, *words: str, status: int | None = 0) -> str:
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory):
-    """A bare repository and a folder for objects, as a team shares them."""
+    """A bare repository, and a home folder: the committed remote lies in it."""
     folder = tmp_path_factory.mktemp("shared")
     command(folder, "git", "init", "-q", "--bare", "origin.git")
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder / "home"))
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,6 @@ def finished(tmp_path_factory, origin):
     refusal = "    Sources(stage.params.sample.sources)\n"
     text = f"from eagle3.sampling.conversation_sources import Sources\n{sample.read_text()}"
     sample.write_text(text.replace(head, head + refusal))
-    run(folder, "dvc", "remote", "modify", "storage", "url", str(origin / "store"))
     run(folder, "dvc", "repro", "-q")
     run(folder, "git", "add", "-A")
     run(folder, "git", "commit", "-qm", "The first draft")
@@ -63,6 +64,10 @@ def clean(finished):
     yield finished
     for words in RESTORE:
         run(finished, *words)
+
+
+def walked(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def is_as_committed(folder: Path) -> bool:
@@ -164,8 +169,8 @@ def test_a_failed_temporary_one_says_that_the_workspace_is_as_it_was(clean):
 
 def test_it_is_pushed_pulled_applied_and_made_a_branch(clean, origin, tmp_path):
     run(clean, "dvc", "exp", "run", "--temp", "-S", "flatten.select=1", "-n", "second")
-    run(clean, "dvc", "push", "-q")
     run(clean, "dvc", "exp", "push", "origin", "second")
+    assert walked(origin / "home/.local/share/eagle3/storage"), "a relative url is taken from / by this command"
     run(tmp_path, "git", "clone", "-q", str(origin / "origin.git"), "other")
     other = tmp_path / "other"
     run(other, "dvc", "exp", "pull", "origin", "second")

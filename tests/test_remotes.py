@@ -272,7 +272,7 @@ def test_two_clones_share_one_cache_without_copies(finished, tmp_path):
     assert "Running" not in here.run(other, "dvc", "repro", "--dry", "extract", "vocab-map")
 
 
-def test_the_committed_url_is_a_folder_of_the_clone():
+def test_the_committed_url_is_no_relative_path():
     config = (ROOT / ".dvc/config").read_text()
     assert "verify = true" in config
-    assert "url = storage" in config
+    assert "url = ~/.local/share/eagle3/storage" in config

@@ -190,15 +190,36 @@ def _repository() -> Iterator[Problem]:
         fix = "dvc config --local cache.dir PATH   (on the file system of data/)"
         found = f"not on the file system of DVC's cache, {cache}"
         yield Problem("file-systems", "data", found, "one file system", fix, "copies", "warning")
+    yield from _relative_remotes()
     local = Path(".dvc/config.local")
     if local.is_file() and stat.S_IMODE(local.stat().st_mode) & 0o077 and _holds_secrets(local):
         found = f"mode {stat.S_IMODE(local.stat().st_mode):o}, with credentials in it"
         yield Problem("secrets", str(local), found, "600", f"chmod 600 {local}", "others can read them", "warning")
 
 
-def _holds_secrets(path: Path) -> bool:
+def _relative_remotes() -> Iterator[Problem]:
+    """Remotes that DVC 3.67 takes from the root of the disk where it reads `.dvc/config` out of a commit."""
+    committed, local = (_dvc_config(Path(".dvc") / name) for name in ("config", "config.local"))
+    for section in committed.sections():
+        url = committed.get(section, "url", fallback="")
+        is_path = url and not re.match(r"\w+://", url) and not os.path.isabs(os.path.expanduser(url))
+        if is_path and not local.has_option(section, "url"):
+            name = section.strip("'").removeprefix("remote ").strip('"')
+            fix = f"dvc remote modify {name} url {os.path.abspath(Path('.dvc') / url)}"
+            consequence = f"dvc exp push, exp pull and push -A use {os.path.abspath(Path('/.dvc') / url)} in its place"
+            found = f"{section}: url = {url}"
+            expected = "a URL, an absolute path, or one from ~"
+            yield Problem("relative-remote", ".dvc/config", found, expected, fix, consequence, "warning")
+
+
+def _dvc_config(path: Path) -> configparser.ConfigParser:
     config = configparser.ConfigParser(interpolation=None, strict=False)
     config.read(path, encoding="utf-8")
+    return config
+
+
+def _holds_secrets(path: Path) -> bool:
+    config = _dvc_config(path)
     words = ("password", "secret", "token", "key_id", "passphrase", "connection_string", "sas")
     return any(any(word in key for word in words) for section in config.sections() for key in config[section])
 
