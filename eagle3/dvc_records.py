@@ -10,6 +10,7 @@ import configparser
 import fnmatch
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,17 @@ def _is_ignored(path: Path, patterns: tuple[str, ...]) -> bool:
 def cache_folder() -> Path:
     """`cache.dir` of .dvc/config.local or .dvc/config, which is relative to .dvc, else .dvc/cache."""
     for name in ("config.local", "config"):
-        config = configparser.ConfigParser(interpolation=None, strict=False)
-        config.read(Path(".dvc") / name, encoding="utf-8")
+        config = dvc_config(name)
         if config.has_option("cache", "dir"):
-            return Path(".dvc") / Path(config["cache"]["dir"].strip("\"'")).expanduser()
+            return Path(".dvc") / os.path.expanduser(config["cache"]["dir"].strip("\"'"))
     return Path(".dvc/cache")
+
+
+def dvc_config(name: str) -> configparser.ConfigParser:
+    """A file of settings in .dvc, `config` or `config.local`; empty where there is none. Quotes stay around values."""
+    config = configparser.ConfigParser(interpolation=None, strict=False)
+    config.read(Path(".dvc") / name, encoding="utf-8")
+    return config
 
 
 def cached_path(md5: str) -> Path:

@@ -66,10 +66,6 @@ def clean(finished):
         run(finished, *words)
 
 
-def walked(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
 def is_as_committed(folder: Path) -> bool:
     return run(folder, "git", "status", "--short") == "" and "up to date" in run(folder, "dvc", "status")
 
@@ -170,7 +166,9 @@ def test_a_failed_temporary_one_says_that_the_workspace_is_as_it_was(clean):
 def test_it_is_pushed_pulled_applied_and_made_a_branch(clean, origin, tmp_path):
     run(clean, "dvc", "exp", "run", "--temp", "-S", "flatten.select=1", "-n", "second")
     run(clean, "dvc", "exp", "push", "origin", "second")
-    assert walked(origin / "home/.local/share/eagle3/storage"), "a relative url is taken from / by this command"
+    assert (origin / "home/.local/share/eagle3/storage/files").is_dir(), (
+        "a relative url is taken from / by this command"
+    )
     run(tmp_path, "git", "clone", "-q", str(origin / "origin.git"), "other")
     other = tmp_path / "other"
     run(other, "dvc", "exp", "pull", "origin", "second")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import os
 import platform
 import re
@@ -11,13 +10,14 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
 
 from eagle3.atomic_files import are_on_one_disk, nearest
-from eagle3.dvc_records import cache_folder, rotten_listings
+from eagle3.dvc_records import cache_folder, dvc_config, rotten_listings
 from eagle3.engines import installed_version
 from eagle3.formats.json_files import read_json_object
 from eagle3.machine import MEMINFO, Machine, available_memory, executor_problems, read_machine
@@ -192,34 +192,27 @@ def _repository() -> Iterator[Problem]:
         yield Problem("file-systems", "data", found, "one file system", fix, "copies", "warning")
     yield from _relative_remotes()
     local = Path(".dvc/config.local")
-    if local.is_file() and stat.S_IMODE(local.stat().st_mode) & 0o077 and _holds_secrets(local):
+    if local.is_file() and stat.S_IMODE(local.stat().st_mode) & 0o077 and _holds_secrets(dvc_config(local.name)):
         found = f"mode {stat.S_IMODE(local.stat().st_mode):o}, with credentials in it"
         yield Problem("secrets", str(local), found, "600", f"chmod 600 {local}", "others can read them", "warning")
 
 
 def _relative_remotes() -> Iterator[Problem]:
     """Remotes that DVC 3.67 takes from the root of the disk where it reads `.dvc/config` out of a commit."""
-    committed, local = (_dvc_config(Path(".dvc") / name) for name in ("config", "config.local"))
+    committed, local = dvc_config("config"), dvc_config("config.local")
     for section in committed.sections():
-        url = committed.get(section, "url", fallback="")
+        url = committed.get(section, "url", fallback="").strip("\"'")
         is_path = url and not re.match(r"\w+://", url) and not os.path.isabs(os.path.expanduser(url))
         if is_path and not local.has_option(section, "url"):
             name = section.strip("'").removeprefix("remote ").strip('"')
             fix = f"dvc remote modify {name} url {os.path.abspath(Path('.dvc') / url)}"
-            consequence = f"dvc exp push, exp pull and push -A use {os.path.abspath(Path('/.dvc') / url)} in its place"
+            consequence = f"dvc exp push and exp pull use {os.path.abspath(Path('/.dvc') / url)} instead"
             found = f"{section}: url = {url}"
             expected = "a URL, an absolute path, or one from ~"
             yield Problem("relative-remote", ".dvc/config", found, expected, fix, consequence, "warning")
 
 
-def _dvc_config(path: Path) -> configparser.ConfigParser:
-    config = configparser.ConfigParser(interpolation=None, strict=False)
-    config.read(path, encoding="utf-8")
-    return config
-
-
-def _holds_secrets(path: Path) -> bool:
-    config = _dvc_config(path)
+def _holds_secrets(config: ConfigParser) -> bool:
     words = ("password", "secret", "token", "key_id", "passphrase", "connection_string", "sas")
     return any(any(word in key for word in words) for section in config.sections() for key in config[section])
 
